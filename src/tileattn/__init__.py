@@ -1,0 +1,8 @@
+"""Exact, IO-aware attention for PyTorch, in pure Python."""
+
+from tileattn.api import AttentionOutput, attention, attention_varlen, explain
+from tileattn.dispatch import Explanation
+
+__version__ = "0.1.0"
+
+__all__ = ["AttentionOutput", "Explanation", "attention", "attention_varlen", "explain"]

@@ -1,0 +1,43 @@
+"""Backends: one folder each, none imports another. What each must offer is the protocol below.
+
+A backend receives a Problem that has been checked and Inputs in canonical form; it never checks again. Which one serves
+a Problem is decided in `tileattn.dispatch`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
+
+Direction = Literal["forward", "backward"]
+
+
+class Tiles(NamedTuple):
+    """The tile of scores a kernel holds at once, block_m rows by block_n columns, and why that size."""
+
+    block_m: int
+    block_n: int
+    why: str
+
+
+class Backend(Protocol):
+    def supports(self, problem: Problem, direction: Direction = "forward") -> str | None:
+        """None: yes. Otherwise the reason, in words a user can act on."""
+
+    def tiles(self, problem: Problem, direction: Direction = "forward") -> Tiles: ...
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Forward: ...
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """dout like out, any strides; dlse like lse. None stands for zeros, but never for both."""

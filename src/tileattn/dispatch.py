@@ -1,0 +1,86 @@
+"""Which backend serves a Problem, and why."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+
+from tileattn.backends import Backend, Direction, Tiles
+from tileattn.lab.traffic import Traffic, standard_traffic, tiled_traffic
+from tileattn.problem import Problem
+
+# In order of preference: the first that supports a problem serves it.
+BACKENDS = ("cpu",)
+
+
+def load(name: str) -> Backend:
+    """The backend's module, imported on first use."""
+    return importlib.import_module(f"tileattn.backends.{name}")  # type: ignore[return-value]
+
+
+def choose(problem: Problem, backend: str | None = None, direction: Direction = "forward") -> str:
+    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
+    if backend is None:
+        refusals = {}
+        for name in BACKENDS:
+            reason = load(name).supports(problem, direction)
+            if reason is None:
+                return name
+            refusals[name] = reason
+        listed = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ValueError(f"no backend serves this call ({listed})")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: unknown; use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
+    reason = load(backend).supports(problem, direction)
+    if reason is not None:
+        raise ValueError(f"backend={backend!r}: {reason}")
+    return backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `tileattn.explain` found: who serves a call, with which tiles, and what it moves and holds.
+
+    Bytes are of one forward pass. `tiled` counts what crosses between slow memory and the tile; `standard` what
+    standard attention would move and hold beside its inputs and output.
+    """
+
+    problem: Problem
+    backend: str
+    tiles: Tiles
+    tiled: Traffic
+    standard: Traffic
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        p = self.problem
+        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_k}" if p.group > 1 else "")
+        dims = f"head_dim {p.head_dim}" + (f"/{p.head_dim_v}" if p.head_dim_v != p.head_dim else "")
+        lines = [
+            f"problem   batch {p.batch}, {p.seqlen_q} x {p.seqlen_k} tokens, {heads}, {dims}, {p.dtype}, {p.device}",
+            f"backend   {self.backend}",
+            f"tiles     {self.tiles.block_m} x {self.tiles.block_n}: {self.tiles.why}",
+            f"moves     {format_bytes(self.tiled.moved)}; standard attention {format_bytes(self.standard.moved)}",
+            f"holds     {format_bytes(self.tiled.held)}; standard attention {format_bytes(self.standard.held)}",
+        ]
+        lines += [f"not used  {name}: {reason}" for name, reason in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, backend: str | None = None) -> Explanation:
+    """Explain how `problem` would be served."""
+    name = choose(problem, backend)
+    refusals = {}
+    for other in BACKENDS[: BACKENDS.index(name)]:
+        reason = load(other).supports(problem)
+        refusals[other] = reason or f"backend={name!r} was asked for"
+    tiles = load(name).tiles(problem)
+    return Explanation(problem, name, tiles, tiled_traffic(problem, tiles), standard_traffic(problem), refusals)
+
+
+def format_bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

@@ -1,0 +1,179 @@
+"""torch.library operators: what the dispatcher, torch.compile, checkpointing and FLOP counters see of tileattn.
+
+`tileattn::attention_forward` and `tileattn::attention_backward` take every tensor and scalar of a call flat, rebuild
+the Problem (without checking it again) and hand it to the backend named in the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileattn import dispatch
+from tileattn.lab.traffic import visible_scores
+from tileattn.problem import Forward, Inputs, Problem, Wanted
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
+)
+_SCALARS = (
+    "SymInt seqlen_q, SymInt seqlen_k, float scale, SymInt window_left, SymInt window_right, float softcap, "
+    "float dropout_p, bool deterministic, str backend"
+)
+_NUM_TENSORS = len(Inputs._fields)
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+_lib = torch.library.Library("tileattn", "DEF")
+_lib.define(f"attention_forward({_TENSORS}, {_SCALARS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_lib.define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_SCALARS}, bool[] wanted)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsink)",
+    tags=_TAGS,
+)
+
+
+def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
+    """Differentiable forward of a checked problem."""
+    p = problem
+    out, lse = torch.ops.tileattn.attention_forward.default(
+        *inputs,
+        p.seqlen_q,
+        p.seqlen_k,
+        p.scale,
+        p.window_left,
+        p.window_right,
+        p.softcap,
+        p.dropout_p,
+        p.deterministic,
+        backend,
+    )
+    return Forward(out, lse)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+    inputs = Inputs(*args[:_NUM_TENSORS])
+    q, k, v = inputs[:3]
+    seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, backend = args[_NUM_TENSORS:]
+    varlen = inputs.cu_seqlens_q is not None
+    problem = Problem(
+        batch=inputs.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads=q.shape[-2],
+        num_heads_k=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype,
+        device=q.device,
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        varlen=varlen,
+        has_bias=inputs.bias is not None,
+        has_mask=inputs.mask is not None,
+        has_alibi=inputs.alibi_slopes is not None,
+        has_sink=inputs.sink is not None,
+    )
+    return problem, inputs, backend
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    problem, inputs, backend = _split(args)
+    return tuple(dispatch.load(backend).forward(problem, inputs))
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    problem, inputs, _ = _split(args)
+    q = inputs.q
+    rows = q.shape[:1] if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
+    lse_shape = (problem.num_heads, *rows) if problem.varlen else rows
+    return q.new_empty((*q.shape[:-1], problem.head_dim_v)), q.new_empty(lse_shape, dtype=problem.lse_dtype)
+
+
+def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *args, wanted = args
+    problem, inputs, backend = _split(tuple(args))
+    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, Wanted(*wanted))
+    return tuple(out.new_empty(0) if g is None else g for g in gradients)
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *args, wanted = args
+    _, inputs, _ = _split(tuple(args))
+    sources = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink)
+    return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, wanted, strict=True))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
+    ctx.scalars = inputs[_NUM_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    places = [Inputs._fields.index(name) for name in Wanted._fields]
+    wanted = [bool(needed[i]) for i in places]
+    returned: list[Tensor | None] = [None] * len(needed)
+    if dout is None and dlse is None:
+        return tuple(returned)
+    grads = torch.ops.tileattn.attention_backward.default(dout, dlse, out, lse, *tensors, *ctx.scalars, wanted)
+    for place, want, grad in zip(places, wanted, grads, strict=True):
+        returned[place] = grad if want else None
+    return tuple(returned)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "tileattn: double backward is not supported (gradients are first-order only); drop create_graph=True, or use "
+        "standard attention where second derivatives are needed"
+    )
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, products: tuple[int, int] = (1, 1)) -> int:
+    """2 FLOPs per multiply-add of visible scores: `products` matrix products over head_dim and over head_dim_v."""
+    problem, inputs, _ = _split((q, k, v, *args))
+    lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    if problem.varlen and type(inputs.cu_seqlens_q) is Tensor and inputs.cu_seqlens_q.device.type == "cpu":
+        lengths = list(zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True))
+    scores = sum(visible_scores(sq, sk, problem.window_left, problem.window_right) for sq, sk in lengths)
+    per_score = 2 * (products[0] * problem.head_dim + products[1] * problem.head_dim_v)
+    return problem.num_heads * scores * per_score
+
+
+def _register() -> None:
+    name_f, name_b = "tileattn::attention_forward", "tileattn::attention_backward"
+    _lib.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+    _lib.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(name_f, _forward_fake, lib=_lib)
+    torch.library.register_fake(name_b, _backward_fake, lib=_lib)
+    torch.library.register_autograd(name_f, _differentiate, setup_context=_save, lib=_lib)
+    torch.library.register_autograd(name_b, _refuse_double_backward, setup_context=_save_nothing, lib=_lib)
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    @register_flop_formula(torch.ops.tileattn.attention_forward, get_raw=True)
+    def forward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return _forward_flops(*args)
+
+    @register_flop_formula(torch.ops.tileattn.attention_backward, get_raw=True)
+    def backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        # S, dQ, dK contract or yield head_dim; dP, dV head_dim_v
+        return _forward_flops(*args[:-1], products=(3, 2))
+
+
+_register()
+_register_flops()

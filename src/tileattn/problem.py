@@ -1,0 +1,405 @@
+"""Problem: the one description of one attention call, and the one place where arguments are checked.
+
+`Problem.of(...)` takes what a user passed, refuses what makes no sense with one sentence that names the argument,
+what came and what would do, and returns a frozen Problem together with the Inputs in canonical form. Backends trust
+both and never check again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SEED_RANGE = (-(2**63), 2**63 - 1)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one attention call, in canonical form.
+
+    q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_k, head_dim) and
+    v (batch, seqlen_k, num_heads_k, head_dim_v); varlen: (total, heads, head_dim), sequence b owning rows
+    cu_seqlens[b] to cu_seqlens[b + 1]. The last dim has stride 1.
+    bias, mask: four dims, each either 1 or that of (batch, num_heads, seqlen_q, seqlen_k), any strides;
+    varlen: the same with row and column counted inside each sequence.
+    alibi_slopes: (1 or batch, num_heads); sink: (num_heads,); both of any floating dtype.
+    dropout_seed: int64, one element.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+
+class Forward(NamedTuple):
+    """out: like q with head_dim_v. lse: (batch, num_heads, seqlen_q) or, varlen, (num_heads, total_q)."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward call must return."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    bias: bool = False
+    alibi_slopes: bool = False
+    sink: bool = False
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shape and dtype of their inputs; None for those not wanted."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dalibi_slopes: Tensor | None = None
+    dsink: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and scalars of one attention call. Score (i, j) of a sequence with lengths sq and sk is visible when
+    -window_left <= j - i - (sk - sq) <= window_right, a negative bound meaning unlimited; causal is window_right = 0.
+    """
+
+    batch: int
+    seqlen_q: int  # varlen: the longest sequence
+    seqlen_k: int
+    num_heads: int
+    num_heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    varlen: bool = False
+    has_bias: bool = False
+    has_mask: bool = False
+    has_alibi: bool = False
+    has_sink: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head (1: MHA, num_heads: MQA)."""
+        return self.num_heads // self.num_heads_k
+
+    @property
+    def causal(self) -> bool:
+        return self.window_right == 0
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Tensor | None = None,
+        deterministic: bool = False,
+    ) -> tuple[Problem, Inputs]:
+        """Check everything and return the call in canonical form. Raises TypeError or ValueError."""
+        varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+        _check_qkv(q, k, v, varlen)
+        num_heads, head_dim = q.shape[-2:]
+        num_heads_k, head_dim_v = v.shape[-2:]
+        if varlen:
+            batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+            batch_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+            if batch != batch_k:
+                raise ValueError(
+                    f"cu_seqlens_k: {batch_k} sequences where cu_seqlens_q has {batch}; both need batch + 1 entries"
+                )
+            seqlen_q = _check_max_seqlen("max_seqlen_q", max_seqlen_q, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+            seqlen_k = _check_max_seqlen("max_seqlen_k", max_seqlen_k, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        else:
+            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        left, right = _check_window(window)
+        scores = (batch, num_heads, seqlen_q, seqlen_k)
+        problem = Problem(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads=num_heads,
+            num_heads_k=num_heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=q.dtype,
+            device=q.device,
+            scale=_check_scale(scale, head_dim),
+            window_left=left,
+            window_right=0 if causal else right,
+            softcap=_check_softcap(softcap),
+            dropout_p=_check_dropout(dropout_p),
+            deterministic=bool(deterministic),
+            varlen=varlen,
+            has_bias=bias is not None,
+            has_mask=mask is not None,
+            has_alibi=alibi_slopes is not None,
+            has_sink=sink is not None,
+        )
+        inputs = Inputs(
+            q=_unit_last_stride(q),
+            k=_unit_last_stride(k),
+            v=_unit_last_stride(v),
+            bias=_check_bias(bias, scores, q.device),
+            mask=_check_mask(mask, scores, q.device),
+            alibi_slopes=_check_alibi_slopes(alibi_slopes, batch, num_heads, q.device),
+            sink=_check_sink(sink, num_heads, q.device),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            dropout_seed=_check_dropout_seed(dropout_seed, dropout_p, q.device),
+        )
+        return problem, inputs
+
+
+def _unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _check_tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    return x
+
+
+def _check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: on device {x.device}, but q is on {device}; move it with {name}.to(q.device)")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
+    layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
+    rank = 3 if varlen else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
+        if x.dim() != rank:
+            raise ValueError(f"{name}: got {x.dim()} dims with shape {tuple(x.shape)}, expected {rank}: {layout}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype} is not supported; use float16, bfloat16, float32 or float64")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; q, k and v must share one dtype")
+        _check_device(name, x, q.device)
+    if q.shape[-1] == 0 or v.shape[-1] == 0 or q.shape[-2] == 0 or k.shape[-2] == 0:
+        raise ValueError(
+            f"q, k, v: heads and head_dim must be at least 1, got shapes {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)} ({layout})"
+        )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: head_dim {k.shape[-1]} differs from q's head_dim {q.shape[-1]}; they must be equal")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"v: shape {tuple(v.shape)} does not fit k's {tuple(k.shape)}; all but the last dim must be equal"
+        )
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q: {q.shape[-2]} heads is not a multiple of k's {k.shape[-2]} heads; grouped-query attention needs "
+            f"heads of q = group * heads of k"
+        )
+    if not varlen and q.shape[0] != k.shape[0]:
+        raise ValueError(f"k: batch {k.shape[0]} differs from q's batch {q.shape[0]}; they must be equal")
+
+
+def _check_cu_seqlens(name: str, cu: Tensor | None, data_name: str, data: Tensor) -> int:
+    """Number of sequences. Values are checked on the CPU alone: on a GPU that would wait for the device."""
+    if cu is None:
+        raise ValueError(f"{name}: missing; varlen attention needs both cu_seqlens_q and cu_seqlens_k")
+    _check_tensor(name, cu)
+    if cu.dtype != torch.int32:
+        raise TypeError(f"{name}: dtype {cu.dtype}, expected torch.int32; convert it with {name}.int()")
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise ValueError(f"{name}: shape {tuple(cu.shape)}, expected (batch + 1,)")
+    _check_device(name, cu, data.device)
+    if cu.stride(0) != 1 and cu.shape[0] > 1:
+        raise ValueError(f"{name}: stride {cu.stride(0)}, expected a contiguous tensor; use {name}.contiguous()")
+    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name}: starts at {values[0]}, expected 0 (sequence b owns rows cu[b] to cu[b + 1])")
+        for b in range(len(values) - 1):
+            if values[b + 1] < values[b]:
+                raise ValueError(
+                    f"{name}: decreases from {values[b]} to {values[b + 1]} at sequence {b}; offsets must not decrease"
+                )
+        if values[-1] != data.shape[0]:
+            where = "before" if values[-1] < data.shape[0] else "after"
+            raise ValueError(
+                f"{name}: ends at {values[-1]}, {where} the data: {data_name} has {data.shape[0]} rows, and the last "
+                f"entry must equal that"
+            )
+    return cu.shape[0] - 1
+
+
+def _check_max_seqlen(name: str, given: int | None, cu_name: str, cu: Tensor, total: int) -> int:
+    if given is not None:
+        if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+            raise TypeError(f"{name}: got {type(given).__name__}, expected an int (or None to read it from {cu_name})")
+        if given < 0:
+            raise ValueError(f"{name}={given}: must be 0 or more")
+        if cu.device.type != "cpu" or torch.compiler.is_compiling():
+            return given
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name}: must be given under torch.compile, where {cu_name} cannot be read")
+    lengths = cu.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    if given is not None and given < longest:
+        raise ValueError(f"{name}={given}: less than the longest sequence of {cu_name}, {longest}")
+    return longest if given is None else given
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, Tensor) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a float (or None for 1/sqrt(head_dim))")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be finite (None means 1/sqrt(head_dim))")
+    return float(scale)
+
+
+def _check_window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window={window!r}: expected (left, right), two ints, -1 for unlimited")
+    for side, bound in zip(("left", "right"), window, strict=True):
+        if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)):
+            raise TypeError(f"window={window!r}: {side} is {type(bound).__name__}, expected an int, -1 for unlimited")
+        if bound < -1:
+            raise ValueError(f"window={window!r}: {side} must be >= -1 (-1 means unlimited)")
+    return window[0], window[1]
+
+
+def _check_softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, Tensor) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a float (0.0 for none)")
+    if not math.isfinite(softcap) or softcap < 0:
+        raise ValueError(f"softcap={softcap}: must be finite and >= 0 (0.0 means none)")
+    return float(softcap)
+
+
+def _check_dropout(dropout_p: float) -> float:
+    if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p: got {type(dropout_p).__name__}, expected a float in [0, 1)")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p={dropout_p}: must be in [0, 1)")
+    return float(dropout_p)
+
+
+def _check_dropout_seed(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"dropout_seed: tensor of dtype {seed.dtype} with {seed.numel()} elements, expected one int64"
+            )
+        _check_device("dropout_seed", seed, device)
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"dropout_seed: got {type(seed).__name__}, expected an int, an int64 tensor or None")
+        if not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
+            raise ValueError(f"dropout_seed={seed}: must fit in 64 signed bits")
+    if dropout_p == 0.0:
+        return None
+    if isinstance(seed, Tensor):
+        return seed.reshape(1)
+    if seed is not None:
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    return torch.randint(SEED_RANGE[0], SEED_RANGE[1], (1,), dtype=torch.int64, device=device)
+
+
+def _check_broadcast(name: str, x: Tensor, scores: tuple[int, int, int, int]) -> Tensor:
+    shape = tuple(x.shape)
+    padded = (1,) * (4 - len(shape)) + shape
+    if len(shape) > 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=False)):
+        raise ValueError(
+            f"{name}: shape {shape} does not broadcast to (batch, num_heads, seqlen_q, seqlen_k) = {tuple(scores)}"
+        )
+    return x.reshape(padded) if len(shape) < 4 else x
+
+
+def _check_bias(bias: Tensor | None, scores: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    if bias is None:
+        return None
+    _check_tensor("bias", bias)
+    if bias.dtype == torch.bool:
+        raise TypeError("bias: dtype torch.bool; a boolean tensor (True = attend) is passed as mask=")
+    if bias.dtype not in DTYPES:
+        raise TypeError(f"bias: dtype {bias.dtype} is not supported; use a floating dtype")
+    _check_device("bias", bias, device)
+    return _check_broadcast("bias", bias, scores)
+
+
+def _check_mask(mask: Tensor | None, scores: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    _check_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask: dtype {mask.dtype}, expected torch.bool (True = attend); an additive float mask is passed as bias="
+        )
+    _check_device("mask", mask, device)
+    return _check_broadcast("mask", mask, scores)
+
+
+def _check_alibi_slopes(slopes: Tensor | None, batch: int, num_heads: int, device: torch.device) -> Tensor | None:
+    if slopes is None:
+        return None
+    _check_tensor("alibi_slopes", slopes)
+    if slopes.dtype not in DTYPES:
+        raise TypeError(f"alibi_slopes: dtype {slopes.dtype} is not supported; use a floating dtype")
+    if tuple(slopes.shape) not in ((num_heads,), (1, num_heads), (batch, num_heads)):
+        raise ValueError(
+            f"alibi_slopes: shape {tuple(slopes.shape)}, expected (num_heads,) = ({num_heads},) or (batch, num_heads) "
+            f"= ({batch}, {num_heads})"
+        )
+    _check_device("alibi_slopes", slopes, device)
+    return slopes.reshape(1, num_heads) if slopes.dim() == 1 else slopes
+
+
+def _check_sink(sink: Tensor | None, num_heads: int, device: torch.device) -> Tensor | None:
+    if sink is None:
+        return None
+    _check_tensor("sink", sink)
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"sink: dtype {sink.dtype} is not supported; use a floating dtype")
+    if tuple(sink.shape) != (num_heads,):
+        raise ValueError(f"sink: shape {tuple(sink.shape)}, expected (num_heads,) = ({num_heads},)")
+    _check_device("sink", sink, device)
+    return sink

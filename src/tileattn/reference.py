@@ -1,0 +1,143 @@
+"""Standard attention, materialised: the semantics of tileattn in one sitting, and the oracle of every test.
+
+    s = softcap(q.k * scale) + alibi + bias;  s = -inf where hidden;  p = softmax([sink?, s]);  out = dropout(p).v
+
+It is differentiable by autograd in every input and it holds the (seqlen_q, seqlen_k) matrices, so it is slow and
+hungry, and it is the baseline of every benchmark.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tileattn.philox import keep_mask
+from tileattn.problem import Inputs, Problem
+
+
+class Reference(NamedTuple):
+    """out as the API returns it; lse (batch, num_heads, seqlen_q), varlen (num_heads, total_q); probabilities before
+    dropout, (batch, num_heads, seqlen_q, seqlen_k), None for varlen."""
+
+    out: Tensor
+    lse: Tensor
+    probs: Tensor | None
+
+
+def standard_attention(problem: Problem, inputs: Inputs, dtype: torch.dtype | None = None) -> Reference:
+    """Attention of `problem` in plain PyTorch.
+
+    dtype: what to compute in; None computes as standard attention does, in the dtype of q with a float32 softmax.
+    Outputs come in the computing dtype (lse: at least float32).
+    """
+    if not problem.varlen:
+        return _dense(problem, inputs, dtype, first_batch=0)
+    outs, lses = [], []
+    starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        rows, cols = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        len_q, len_k = rows.stop - rows.start, cols.stop - cols.start
+        one = inputs._replace(
+            q=inputs.q[None, rows],
+            k=inputs.k[None, cols],
+            v=inputs.v[None, cols],
+            bias=_of_sequence(inputs.bias, b, len_q, len_k),
+            mask=_of_sequence(inputs.mask, b, len_q, len_k),
+            alibi_slopes=None if inputs.alibi_slopes is None else _pick(inputs.alibi_slopes, b),
+        )
+        ref = _dense(problem, one, dtype, first_batch=b)
+        outs.append(ref.out[0])
+        lses.append(ref.lse[0])
+    if not outs:
+        compute = dtype or problem.dtype
+        out = inputs.q.new_zeros((0, problem.num_heads, problem.head_dim_v), dtype=compute)
+        return Reference(out, inputs.q.new_zeros((problem.num_heads, 0), dtype=_softmax_dtype(compute)), None)
+    return Reference(torch.cat(outs), torch.cat(lses, dim=-1), None)
+
+
+def visible(problem: Problem, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """Boolean (seqlen_q, seqlen_k): what the window (and so causality) lets each row see, bottom-right aligned."""
+    distance = _distance(seqlen_q, seqlen_k, device)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if problem.window_left >= 0:
+        seen &= distance >= -problem.window_left
+    if problem.window_right >= 0:
+        seen &= distance <= problem.window_right
+    return seen
+
+
+def _distance(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """column - row, counted so that the last row stands on the last column."""
+    rows = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    return torch.arange(seqlen_k, device=device)[None, :] - rows
+
+
+def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _dense(problem: Problem, inputs: Inputs, dtype: torch.dtype | None, first_batch: int) -> Reference:
+    dtype = dtype or problem.dtype
+    high = _softmax_dtype(dtype)
+    # [batch, heads, seqlen, head_dim]
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+
+    scores = (q @ k.transpose(-1, -2) * problem.scale).to(high)
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if inputs.alibi_slopes is not None:
+        distance = _distance(seqlen_q, seqlen_k, q.device).abs()
+        scores = scores - inputs.alibi_slopes.to(high)[:, :, None, None] * distance
+    if inputs.bias is not None:
+        scores = scores + inputs.bias.to(high)
+    seen = visible(problem, seqlen_q, seqlen_k, q.device)
+    if inputs.mask is not None:
+        seen = seen & inputs.mask
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if inputs.sink is not None:
+        sink = inputs.sink.to(high)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([sink, scores], dim=-1)
+
+    lse = _logsumexp(scores)
+    probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    if inputs.sink is not None:
+        probs = probs[..., 1:]
+    dropped = probs
+    if problem.dropout_p > 0.0:
+        batch, heads = q.shape[:2]
+        index = torch.arange(first_batch, first_batch + batch), torch.arange(heads), torch.arange(seqlen_q)
+        b, h, r = (x.to(q.device) for x in index)
+        keep = keep_mask(
+            int(inputs.dropout_seed), problem.dropout_p, b[:, None, None], h[:, None], r, range(seqlen_k)
+        )
+        dropped = probs * keep / (1.0 - problem.dropout_p)
+    out = dropped.to(dtype) @ v
+    return Reference(out.transpose(1, 2), lse, probs)
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """torch.logsumexp over the last dim, also for no columns, with a zero gradient where everything is hidden."""
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], float("-inf"))
+    peak = scores.detach().amax(-1, keepdim=True)
+    hidden = peak == float("-inf")
+    total = torch.exp(scores - peak.masked_fill(hidden, 0.0)).sum(-1, keepdim=True)
+    lse = torch.log(total.masked_fill(hidden, 1.0)) + peak
+    return lse[..., 0]
+
+
+def _pick(x: Tensor, b: int) -> Tensor:
+    return x if x.shape[0] == 1 else x[b : b + 1]
+
+
+def _of_sequence(x: Tensor | None, b: int, len_q: int, len_k: int) -> Tensor | None:
+    if x is None:
+        return None
+    x = _pick(x, b)
+    rows = x.shape[2] if x.shape[2] == 1 else len_q
+    cols = x.shape[3] if x.shape[3] == 1 else len_k
+    return x[:, :, :rows, :cols]
