@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tileattn import dispatch
-from tileattn.lab.traffic import visible_scores
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 
 _TENSORS = (
@@ -53,7 +52,8 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     return Forward(out, lse)
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+    """The Problem, Inputs and backend that the flat arguments of `attention_forward` stand for."""
     inputs = Inputs(*args[:_NUM_TENSORS])
     q, k, v = inputs[:3]
     seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, backend = args[_NUM_TENSORS:]
@@ -84,12 +84,12 @@ def _split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, inputs, backend = _split(args)
+    problem, inputs, backend = split(args)
     return tuple(dispatch.load(backend).forward(problem, inputs))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, inputs, _ = _split(args)
+    problem, inputs, _ = split(args)
     q = inputs.q
     rows = q.shape[:1] if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
     lse_shape = (problem.num_heads, *rows) if problem.varlen else rows
@@ -98,14 +98,14 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *args, wanted = args
-    problem, inputs, backend = _split(tuple(args))
+    problem, inputs, backend = split(tuple(args))
     gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, Wanted(*wanted))
     return tuple(out.new_empty(0) if g is None else g for g in gradients)
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *args, wanted = args
-    _, inputs, _ = _split(tuple(args))
+    _, inputs, _ = split(tuple(args))
     sources = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink)
     return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, wanted, strict=True))
 
@@ -141,17 +141,6 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, products: tuple[int, int] = (1, 1)) -> int:
-    """2 FLOPs per multiply-add of visible scores: `products` matrix products over head_dim and over head_dim_v."""
-    problem, inputs, _ = _split((q, k, v, *args))
-    lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
-    if problem.varlen and type(inputs.cu_seqlens_q) is Tensor and inputs.cu_seqlens_q.device.type == "cpu":
-        lengths = list(zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True))
-    scores = sum(visible_scores(sq, sk, problem.window_left, problem.window_right) for sq, sk in lengths)
-    per_score = 2 * (products[0] * problem.head_dim + products[1] * problem.head_dim_v)
-    return problem.num_heads * scores * per_score
-
-
 def _register() -> None:
     name_f, name_b = "tileattn::attention_forward", "tileattn::attention_backward"
     _lib.impl("attention_forward", _forward, "CompositeExplicitAutograd")
@@ -162,18 +151,4 @@ def _register() -> None:
     torch.library.register_autograd(name_b, _refuse_double_backward, setup_context=_save_nothing, lib=_lib)
 
 
-def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    @register_flop_formula(torch.ops.tileattn.attention_forward, get_raw=True)
-    def forward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return _forward_flops(*args)
-
-    @register_flop_formula(torch.ops.tileattn.attention_backward, get_raw=True)
-    def backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        # S, dQ, dK contract or yield head_dim; dP, dV head_dim_v
-        return _forward_flops(*args[:-1], products=(3, 2))
-
-
 _register()
-_register_flops()
