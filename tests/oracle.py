@@ -1,0 +1,376 @@
+"""The oracle rule, and the problems that every backend is tested on.
+
+    max|x - exact| <= 2 max|low - exact| + one rounding
+
+where exact is standard attention in float64 and low is standard attention in the dtype of the inputs, both by autograd.
+A Case describes a call in plain sizes; `build` makes its tensors, `check` runs a backend on it, forward and backward,
+and holds out, lse and every gradient to the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tileattn.backends import Backend
+from tileattn.problem import Gradients, Inputs, Problem, Wanted
+from tileattn.reference import standard_attention
+
+# which of (batch, num_heads, seqlen_q, seqlen_k) a bias or mask has in full; the others are 1
+Dims = tuple[bool, bool, bool, bool]
+ALL_DIMS: Dims = (True, True, True, True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call. lengths_q and lengths_k make it a varlen one (batch and seqlens are then theirs)."""
+
+    batch: int = 2
+    seqlen_q: int = 128
+    seqlen_k: int = 128
+    num_heads: int = 2
+    num_heads_k: int = 2
+    head_dim: int = 32
+    head_dim_v: int = 32
+    dtype: torch.dtype = torch.float32
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: Dims | None = None
+    bias_hides: bool = False  # a bias that is -inf in places, and on whole rows
+    mask: Dims | None = None  # hides a third of the scores, and some rows whole
+    alibi: bool = False
+    sink: bool = False
+    dropout_p: float = 0.0
+    layout: str = "bshd"  # order in memory; "sliced": heads cut out of a wider tensor; "strided": last stride 2
+    magnitude: float = 1.0  # of q: large ones make sharp, near one-hot softmaxes
+    seed: int = 0
+
+    def but(self, **changes: object) -> Case:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class Call(NamedTuple):
+    """A case's tensors, with the gradients that flow into out and lse."""
+
+    problem: Problem
+    inputs: Inputs
+    dout: Tensor
+    dlse: Tensor
+
+
+def build(case: Case, device: torch.device | str = "cpu") -> Call:
+    """The tensors of a case, the same on every device."""
+    draw = _Draw(case, device)
+    lengths_q, lengths_k = case.lengths_q, case.lengths_k
+    batch, seqlen_q, seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
+    rows_q: tuple[int, ...] = (batch, seqlen_q)
+    rows_k: tuple[int, ...] = (batch, seqlen_k)
+    options: dict[str, object] = {}
+    if lengths_q is not None and lengths_k is not None:
+        batch, seqlen_q, seqlen_k = len(lengths_q), max(lengths_q, default=0), max(lengths_k, default=0)
+        rows_q, rows_k = (sum(lengths_q),), (sum(lengths_k),)
+        options = {"cu_seqlens_q": _cumulative(lengths_q, device), "cu_seqlens_k": _cumulative(lengths_k, device)}
+    scores = (batch, case.num_heads, seqlen_q, seqlen_k)
+    problem, inputs = Problem.of(
+        draw.data(rows_q, case.num_heads, case.head_dim).mul_(case.magnitude),
+        draw.data(rows_k, case.num_heads_k, case.head_dim),
+        draw.data(rows_k, case.num_heads_k, case.head_dim_v),
+        causal=case.causal,
+        window=case.window,
+        scale=case.scale,
+        softcap=case.softcap,
+        bias=draw.bias(scores),
+        mask=draw.mask(scores),
+        alibi_slopes=draw.uniform(batch, case.num_heads) if case.alibi else None,
+        sink=draw.normal(case.num_heads) if case.sink else None,
+        dropout_p=case.dropout_p,
+        dropout_seed=case.seed - 17 if case.dropout_p else None,
+        **options,  # type: ignore[arg-type]
+    )
+    lse_shape = (case.num_heads, *rows_q) if problem.varlen else (batch, case.num_heads, seqlen_q)
+    dout = draw.data(rows_q, case.num_heads, case.head_dim_v)
+    return Call(problem, inputs, dout, draw.normal(*lse_shape).to(problem.lse_dtype))
+
+
+def wanted(inputs: Inputs) -> Wanted:
+    """Every gradient that the inputs have."""
+    return Wanted(
+        bias=inputs.bias is not None, alibi_slopes=inputs.alibi_slopes is not None, sink=inputs.sink is not None
+    )
+
+
+def run(backend: Backend, call: Call) -> dict[str, Tensor]:
+    """out, lse and the gradients by name, from a backend whose fresh memory holds NaN: what it never wrote shows."""
+    problem, inputs, dout, dlse = call
+    with fresh_memory_is_nan():
+        forward = backend.forward(problem, inputs)
+        gradients = backend.backward(problem, inputs, forward, dout, dlse, wanted(inputs))
+    return _named(forward.out, forward.lse, gradients)
+
+
+def run_reference(call: Call, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The same from standard attention by autograd; dtype as in `standard_attention`."""
+    problem, inputs, dout, dlse = call
+    leaves = {
+        name: getattr(inputs, name).detach().to(dtype or getattr(inputs, name).dtype).requires_grad_()
+        for name in Wanted._fields
+        if getattr(inputs, name) is not None
+    }
+    out, lse, _ = standard_attention(problem, inputs._replace(**leaves), dtype)
+    outputs = [(x, dx.to(x.dtype)) for x, dx in ((out, dout), (lse, dlse)) if x.requires_grad]
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if outputs:
+        xs, dxs = zip(*outputs, strict=True)
+        found = torch.autograd.grad(xs, tuple(leaves.values()), dxs, allow_unused=True)
+    grads = {
+        f"d{name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+    return _named(out.detach(), lse.detach(), Gradients(**grads))
+
+
+def check(backend: Backend, case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Run a backend on a case, forward and backward, and assert the rule for everything it returns."""
+    call = build(case, device)
+    got = run(backend, call)
+    exact, low = run_reference(call, torch.float64), run_reference(call, None)
+    if case.dtype == torch.float64:
+        low = _scaled_errors(exact, run_reference(call, torch.float32))
+    assert got.keys() == exact.keys(), f"returned {sorted(got)}, expected {sorted(exact)}"
+    roundings = _cancelling(call)
+    for name, x in got.items():
+        expect_dtype = call.problem.lse_dtype if name == "lse" else low[name].dtype
+        assert x.shape == exact[name].shape, f"{name}: shape {tuple(x.shape)}, expected {tuple(exact[name].shape)}"
+        assert x.dtype == expect_dtype, f"{name}: {x.dtype}, expected {expect_dtype}"
+        assert_rule(name, x, exact[name], low[name], roundings.get(name, 0.0))
+    return got
+
+
+def assert_rule(name: str, x: Tensor, exact: Tensor, low: Tensor, slack: float = 0.0) -> None:
+    """max|x - exact| <= 2 max|low - exact| + one rounding (+ slack). Infinities must be those of exact."""
+    if x.numel() == 0:
+        return
+    exact, low, values = exact.double(), low.double(), x.double()
+    assert not values.isnan().any(), f"{name}: {int(values.isnan().sum())} of {values.numel()} are NaN"
+    infinite = exact.isinf()
+    assert torch.equal(values.isinf(), infinite), f"{name}: infinite elsewhere than the oracle"
+    assert torch.equal(values[infinite], exact[infinite]), f"{name}: infinities of the wrong sign"
+    exact, low, values = (t.masked_fill(infinite, 0.0) for t in (exact, low, values))
+    error, low_error = (values - exact).abs().max().item(), (low - exact).abs().max().item()
+    budget = 2 * low_error + torch.finfo(x.dtype).eps * exact.abs().max().item() + slack
+    assert error <= budget, f"{name}: error {error:.3e} above {budget:.3e} (standard attention: {low_error:.3e})"
+
+
+def _scaled_errors(exact: dict[str, Tensor], low: dict[str, Tensor]) -> dict[str, Tensor]:
+    """float64 has nothing more exact to be held against: allow it float32's errors times the ratio of roundings."""
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return {k: exact[k] + ((low[k].double() - exact[k]) * ratio).nan_to_num(0.0) for k in exact}
+
+
+def _cancelling(call: Call) -> dict[str, float]:
+    """One rounding, in the computing precision, of dP = dout.v, which cancels against delta in dS = P (dP - delta):
+    where the true gradient of the scores vanishes (a row that sees one key) nothing else would be allowed."""
+    problem, inputs, dout, _ = call
+    if not (dout.numel() and inputs.v.numel()):
+        return {}
+    reach = (dout.double().abs().sum(-1).max() * inputs.v.double().abs().max()).item()
+    rounding = torch.finfo(problem.lse_dtype).eps * reach
+    scale = abs(problem.scale)
+    return {
+        "dq": rounding * scale * inputs.k.double().abs().max().item(),
+        "dk": rounding * scale * inputs.q.double().abs().max().item(),
+        "dbias": rounding,
+        "dalibi_slopes": rounding * (problem.seqlen_q + problem.seqlen_k),
+        "dsink": rounding,
+    }
+
+
+def _named(out: Tensor, lse: Tensor, gradients: Gradients) -> dict[str, Tensor]:
+    return {"out": out, "lse": lse, **{k: g for k, g in gradients._asdict().items() if g is not None}}
+
+
+@contextlib.contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    """torch.empty is filled with NaN (its deterministic mode), so an element never written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class _Draw:
+    """Random tensors of one case."""
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        self.case, self.device = case, device
+        self.generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.case.dtype).to(self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(self.case.dtype).to(self.device)
+
+    def data(self, rows: tuple[int, ...], heads: int, head_dim: int) -> Tensor:
+        """(*rows, heads, head_dim) in the case's layout."""
+        *batch, seqlen = rows
+        if self.case.layout == "bhsd":
+            return self.normal(*batch, heads, seqlen, head_dim).transpose(-3, -2)
+        if self.case.layout == "sliced":
+            return self.normal(*rows, heads + 2, head_dim)[..., 1:-1, :]
+        if self.case.layout == "strided":
+            return self.normal(*rows, heads, 2 * head_dim)[..., ::2]
+        return self.normal(*rows, heads, head_dim)
+
+    def bias(self, scores: tuple[int, ...]) -> Tensor | None:
+        if self.case.bias is None:
+            return None
+        bias = self.normal(*_sizes(self.case.bias, scores))
+        if self.case.bias_hides and bias.numel():
+            bias = bias.masked_fill(self._hidden(bias.shape), float("-inf"))
+        return bias
+
+    def mask(self, scores: tuple[int, ...]) -> Tensor | None:
+        if self.case.mask is None:
+            return None
+        return ~self._hidden(_sizes(self.case.mask, scores))
+
+    def _hidden(self, shape: tuple[int, ...]) -> Tensor:
+        """A third of the elements, and a seventh of the rows."""
+        hidden = torch.rand(shape, generator=self.generator) < 1 / 3
+        hidden |= torch.rand((*shape[:-1], 1), generator=self.generator) < 1 / 7
+        return hidden.to(self.device)
+
+
+def _sizes(dims: Dims, scores: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size if full else 1 for full, size in zip(dims, scores, strict=True))
+
+
+def _cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+# Each modifier alone, and together. Names are the tests' ids.
+MODIFIERS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (40, 17)},
+    "window_left": {"window": (33, -1)},
+    "causal_window": {"causal": True, "window": (50, -1)},
+    "scale": {"scale": 0.31},
+    "negative_scale": {"scale": -0.2},
+    "zero_scale": {"scale": 0.0},
+    "softcap": {"softcap": 3.0},
+    "bias": {"bias": ALL_DIMS},
+    "bias_per_head": {"bias": (False, True, False, True)},
+    "bias_of_rows": {"bias": (True, False, True, False)},
+    "bias_hides": {"bias": ALL_DIMS, "bias_hides": True},
+    "mask": {"mask": ALL_DIMS},
+    "mask_of_keys": {"mask": (True, False, False, True)},
+    "alibi": {"alibi": True},
+    "sink": {"sink": True},
+    "dropout": {"dropout_p": 0.3},
+    "gqa": {"num_heads": 6, "num_heads_k": 2},
+    "mqa": {"num_heads": 3, "num_heads_k": 1},
+    "gqa_causal": {"num_heads": 6, "num_heads_k": 2, "causal": True},
+    "head_dim_v": {"head_dim_v": 48},
+    "bhsd": {"layout": "bhsd"},
+    "sliced": {"layout": "sliced"},
+    "strided": {"layout": "strided"},
+    "sharp": {"magnitude": 30.0},
+    "everything": {
+        "num_heads": 4,
+        "num_heads_k": 2,
+        "head_dim_v": 24,
+        "causal": True,
+        "window": (90, -1),
+        "softcap": 5.0,
+        "bias": (False, True, True, True),
+        "bias_hides": True,
+        "mask": (True, False, True, True),
+        "alibi": True,
+        "sink": True,
+        "dropout_p": 0.2,
+    },
+    "varlen": {"lengths_q": (70, 0, 129, 1), "lengths_k": (70, 65, 64, 0)},
+    "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 33, 65), "causal": True},
+    "varlen_everything": {
+        "lengths_q": (0, 67, 1, 40),
+        "lengths_k": (12, 129, 40, 0),
+        "num_heads": 4,
+        "num_heads_k": 2,
+        "causal": True,
+        "window": (60, -1),
+        "softcap": 4.0,
+        "bias": (True, True, True, True),
+        "mask": (True, False, False, True),
+        "alibi": True,
+        "sink": True,
+        "dropout_p": 0.2,
+    },
+}
+
+# Odd sizes: none, one, and either side of a power of two.
+SHAPES: dict[str, dict[str, object]] = {
+    "square_63": {"seqlen_q": 63, "seqlen_k": 63},
+    "square_65": {"seqlen_q": 65, "seqlen_k": 65},
+    "127_129": {"seqlen_q": 127, "seqlen_k": 129},
+    "129_64": {"seqlen_q": 129, "seqlen_k": 64},
+    "decode": {"seqlen_q": 1, "seqlen_k": 200, "num_heads": 6, "num_heads_k": 2},
+    "one_one": {"seqlen_q": 1, "seqlen_k": 1},
+    "one_key": {"seqlen_q": 65, "seqlen_k": 1},
+    "no_keys": {"seqlen_q": 5, "seqlen_k": 0},
+    "no_queries": {"seqlen_q": 0, "seqlen_k": 5},
+    "batch_0": {"batch": 0},
+    "head_dim_1": {"head_dim": 1, "head_dim_v": 1},
+    "head_dim_17": {"head_dim": 17, "head_dim_v": 33},
+    "head_dim_80": {"head_dim": 80, "head_dim_v": 80},
+    "head_dim_128": {"head_dim": 128, "head_dim_v": 128},
+    "head_dim_256": {"batch": 1, "head_dim": 256, "head_dim_v": 256},
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140) -> Case:
+    """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together."""
+    length = st.integers(0, max_seqlen)
+    dims = st.none() | st.tuples(*[st.booleans()] * 4)
+    bound = st.integers(-1, max_seqlen)
+    num_heads_k = draw(st.integers(1, 2))
+    lengths = draw(st.none() | st.lists(st.tuples(length, length), max_size=3))
+    return Case(
+        batch=draw(st.integers(1, 2)),
+        seqlen_q=draw(length),
+        seqlen_k=draw(length),
+        num_heads=num_heads_k * draw(st.integers(1, 3)),
+        num_heads_k=num_heads_k,
+        head_dim=draw(st.sampled_from((1, 8, 16, 33, 64))),
+        head_dim_v=draw(st.sampled_from((1, 8, 16, 33, 64))),
+        dtype=draw(st.sampled_from(dtypes)),
+        lengths_q=None if lengths is None else tuple(a for a, _ in lengths),
+        lengths_k=None if lengths is None else tuple(b for _, b in lengths),
+        causal=draw(st.booleans()),
+        window=(draw(bound), draw(bound)),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0))),
+        bias=draw(dims),
+        bias_hides=draw(st.booleans()),
+        mask=draw(dims),
+        alibi=draw(st.booleans()),
+        sink=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))),
+        layout=draw(st.sampled_from(("bshd", "bhsd", "sliced", "strided"))),
+        magnitude=draw(st.sampled_from((1.0, 1.0, 10.0))),
+        seed=draw(st.integers(0, 2**16)),
+    )
