@@ -15,7 +15,7 @@ BACKENDS = ("cpu",)
 
 def load(name: str) -> Backend:
     """The backend's module, imported on first use."""
-    return importlib.import_module(f"tileattn.backends.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"tileattn.backends.{name}")
 
 
 def choose(problem: Problem, backend: str | None = None, direction: Direction = "forward") -> str:
@@ -30,7 +30,8 @@ def choose(problem: Problem, backend: str | None = None, direction: Direction = 
         listed = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise ValueError(f"no backend serves this call ({listed})")
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: unknown; use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
+        known = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"backend={backend!r}: unknown; use one of {known}, or None to choose")
     reason = load(backend).supports(problem, direction)
     if reason is not None:
         raise ValueError(f"backend={backend!r}: {reason}")

@@ -83,9 +83,9 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
     return problem, inputs, backend
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any) -> Forward:
     problem, inputs, backend = split(args)
-    return tuple(dispatch.load(backend).forward(problem, inputs))
+    return dispatch.load(backend).forward(problem, inputs)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -97,17 +97,16 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *args, wanted = args
-    problem, inputs, backend = split(tuple(args))
-    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, Wanted(*wanted))
+    problem, inputs, backend = split(args[:-1])
+    wanted = Wanted(*args[-1])
+    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, wanted)
     return tuple(out.new_empty(0) if g is None else g for g in gradients)
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *args, wanted = args
-    _, inputs, _ = split(tuple(args))
+    _, inputs, _ = split(args[:-1])
     sources = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink)
-    return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, wanted, strict=True))
+    return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, args[-1], strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

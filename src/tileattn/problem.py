@@ -145,8 +145,8 @@ class Problem:
                 raise ValueError(
                     f"cu_seqlens_k: {batch_k} sequences where cu_seqlens_q has {batch}; both need batch + 1 entries"
                 )
-            seqlen_q = _check_max_seqlen("max_seqlen_q", max_seqlen_q, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-            seqlen_k = _check_max_seqlen("max_seqlen_k", max_seqlen_k, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+            seqlen_q = _check_max_seqlen("max_seqlen_q", max_seqlen_q, "cu_seqlens_q", cu_seqlens_q)
+            seqlen_k = _check_max_seqlen("max_seqlen_k", max_seqlen_k, "cu_seqlens_k", cu_seqlens_k)
         else:
             batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         left, right = _check_window(window)
@@ -209,7 +209,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
         if x.dim() != rank:
-            raise ValueError(f"{name}: got {x.dim()} dims with shape {tuple(x.shape)}, expected {rank}: {layout}")
+            hint = "" if varlen or x.dim() != 3 else "; packed sequences need cu_seqlens_q and cu_seqlens_k"
+            raise ValueError(f"{name}: got {x.dim()} dims with shape {tuple(x.shape)}, expected {rank}: {layout}{hint}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {x.dtype} is not supported; use float16, bfloat16, float32 or float64")
         if x.dtype != q.dtype:
@@ -238,7 +239,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
 def _check_cu_seqlens(name: str, cu: Tensor | None, data_name: str, data: Tensor) -> int:
     """Number of sequences. Values are checked on the CPU alone: on a GPU that would wait for the device."""
     if cu is None:
-        raise ValueError(f"{name}: missing; varlen attention needs both cu_seqlens_q and cu_seqlens_k")
+        raise TypeError(f"{name}: got None; varlen attention needs both cu_seqlens_q and cu_seqlens_k")
     _check_tensor(name, cu)
     if cu.dtype != torch.int32:
         raise TypeError(f"{name}: dtype {cu.dtype}, expected torch.int32; convert it with {name}.int()")
@@ -265,7 +266,7 @@ def _check_cu_seqlens(name: str, cu: Tensor | None, data_name: str, data: Tensor
     return cu.shape[0] - 1
 
 
-def _check_max_seqlen(name: str, given: int | None, cu_name: str, cu: Tensor, total: int) -> int:
+def _check_max_seqlen(name: str, given: int | None, cu_name: str, cu: Tensor | None) -> int:
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"{name}: got {type(given).__name__}, expected an int (or None to read it from {cu_name})")
@@ -287,7 +288,7 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, Tensor) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale: got {type(scale).__name__}, expected a float (or None for 1/sqrt(head_dim))")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale}: must be finite (None means 1/sqrt(head_dim))")
     return float(scale)
 
@@ -310,7 +311,7 @@ def _check_softcap(softcap: float | None) -> float:
         return 0.0
     if isinstance(softcap, Tensor) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap: got {type(softcap).__name__}, expected a float (0.0 for none)")
-    if not math.isfinite(softcap) or softcap < 0:
+    if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap={softcap}: must be finite and >= 0 (0.0 means none)")
     return float(softcap)
 

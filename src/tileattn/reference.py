@@ -112,7 +112,7 @@ def _dense(problem: Problem, inputs: Inputs, dtype: torch.dtype | None, first_ba
         index = torch.arange(first_batch, first_batch + batch), torch.arange(heads), torch.arange(seqlen_q)
         b, h, r = (x.to(q.device) for x in index)
         keep = keep_mask(
-            int(inputs.dropout_seed), problem.dropout_p, b[:, None, None], h[:, None], r, range(seqlen_k)
+            int(inputs.dropout_seed.item()), problem.dropout_p, b[:, None, None], h[:, None], r, range(seqlen_k)
         )
         dropped = probs * keep / (1.0 - problem.dropout_p)
     out = dropped.to(dtype) @ v

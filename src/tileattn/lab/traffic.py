@@ -1,4 +1,4 @@
-"""Bytes that attention moves between slow and fast memory, and bytes it holds (Dao et al., FlashAttention, 2022, sec. 3).
+"""Bytes that attention moves between slow and fast memory, and bytes it holds (FlashAttention, 2022, section 3).
 
 Counted, not measured: each operand once for every time the algorithm reads or writes it whole. Varlen problems are
 counted as if every sequence had the longest length.
@@ -54,7 +54,7 @@ def tiled_traffic(problem: Problem, tiles: Tiles) -> Traffic:
 
 
 def standard_traffic(problem: Problem) -> Traffic:
-    """Forward of standard attention: it also writes and reads the scores and the probabilities, whole, hidden or not."""
+    """Forward of standard attention: it also writes and reads the scores and the probabilities, hidden ones too."""
     p = problem
     size = p.dtype.itemsize
     matrix = p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * size

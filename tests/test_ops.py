@@ -1,0 +1,216 @@
+"""The operators as PyTorch's machinery sees them: opcheck, compile, checkpointing, autocast, FLOP counting."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import tileattn
+from tileattn import ops
+from tileattn.problem import Problem
+
+B, SQ, SK, H, HK, D, DV = 2, 33, 47, 4, 2, 16, 8
+FORWARD, BACKWARD = torch.ops.tileattn.attention_forward.default, torch.ops.tileattn.attention_backward.default
+
+
+def qkv(dtype=torch.float64):
+    shapes = (B, SQ, H, D), (B, SK, HK, D), (B, SK, HK, DV)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def everything():
+    """Every modifier at once, the learnable ones with gradients."""
+    learnable = {"bias": (H, SQ, SK), "alibi_slopes": (H,), "sink": (H,)}
+    options = {n: torch.rand(shape, dtype=torch.float64, requires_grad=True) for n, shape in learnable.items()}
+    return options | {
+        "mask": torch.rand(B, 1, SQ, SK) > 0.2,
+        "causal": True,
+        "window": (40, -1),
+        "softcap": 5.0,
+        "dropout_p": 0.1,
+        "dropout_seed": 5,
+    }
+
+
+def packed():
+    q, k, v = (x[0].detach().requires_grad_() for x in qkv())
+    cu_q = torch.tensor([0, 10, 10, SQ], dtype=torch.int32)
+    cu_k = torch.tensor([0, 20, 30, SK], dtype=torch.int32)
+    return q, k, v, cu_q, cu_k
+
+
+def flat(problem, inputs):
+    p = problem
+    scalars = p.seqlen_q, p.seqlen_k, p.scale, p.window_left, p.window_right, p.softcap, p.dropout_p, p.deterministic
+    return (*inputs, *scalars, "cpu")
+
+
+def call_of(kind):
+    if kind == "plain":
+        return Problem.of(*qkv())
+    if kind == "everything":
+        return Problem.of(*qkv(), **everything())
+    q, k, v, cu_q, cu_k = packed()
+    return Problem.of(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "everything", "packed"])
+def test_opcheck(kind):
+    problem, inputs = call_of(kind)
+    torch.library.opcheck(FORWARD, flat(problem, inputs))
+    out, lse = (x.detach() for x in ops.run(problem, inputs, "cpu"))
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat(problem, inputs)]
+    wanted = [True] * 3 + [kind == "everything"] * 3
+    torch.library.opcheck(BACKWARD, (torch.randn_like(out), torch.randn_like(lse), out, lse, *arguments, wanted))
+
+
+def test_gradcheck_of_every_input_at_once():
+    options = everything()
+    learnable = [name for name in options if name in ("bias", "alibi_slopes", "sink")]
+
+    def run(q, k, v, *values):
+        changed = options | dict(zip(learnable, values, strict=True))
+        return tileattn.attention(q, k, v, return_lse=True, **changed)
+
+    assert torch.autograd.gradcheck(run, (*qkv(), *(options[name] for name in learnable)), fast_mode=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_gives_the_same_without_a_graph_break(dynamic):
+    torch._dynamo.reset()
+    tensors, options = qkv(), everything()
+
+    def run(q, k, v):
+        return tileattn.attention(q, k, v, **options) * 2
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for part in (slice(None), slice(0, 1)):
+        args = [x[part] for x in tensors]
+        if part.stop:
+            options["mask"] = options["mask"][part]
+        expected, got = run(*args), compiled(*args)
+        torch.testing.assert_close(got, expected)
+        for g, e in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (got, expected)), strict=True):
+            torch.testing.assert_close(g, e)
+
+
+def test_compile_of_packed_sequences():
+    torch._dynamo.reset()
+    q, k, v, cu_q, cu_k = packed()
+
+    def run(q, k, v):
+        return tileattn.attention_varlen(q, k, v, cu_q, cu_k, 23, 20, causal=True, return_lse=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(q, k, v), run(q, k, v), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_compile_draws_a_new_seed_every_call():
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    compiled = torch.compile(lambda: tileattn.attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    assert not torch.equal(compiled(), compiled())
+
+
+def test_double_backward_is_refused_in_words():
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(tileattn.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+def test_selective_checkpointing_can_save_attention():
+    seen = []
+
+    def policy(context, op, *args, **kwargs):
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE if op == FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q, k, v):
+        return tileattn.attention(q.sin(), k, v, dropout_p=0.2).cos()
+
+    tensors = qkv()
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(block(*tensors).sum(), tensors)
+    for contexts in ({}, {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}):
+        torch.manual_seed(1)
+        out = checkpoint(block, *tensors, use_reentrant=False, **contexts)
+        for got, want in zip(torch.autograd.grad(out.sum(), tensors), expected, strict=True):
+            torch.testing.assert_close(got, want)
+    assert FORWARD in seen
+
+
+def test_autocast_casts_q_k_and_v():
+    q, k, v = qkv(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tileattn.attention(q, k, v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+    assert tileattn.attention(q, k, v).dtype == torch.float32
+
+
+def test_deterministic_follows_torch(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "run", lambda problem, *rest: seen.append(problem.deterministic) or (None, None))
+    q, k, v = qkv()
+    tileattn.attention(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tileattn.attention(q, k, v)
+        tileattn.attention(q, k, v, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_count_visible_scores(causal):
+    q, k, v = qkv()
+    with FlopCounterMode(display=False) as counter:
+        tileattn.attention(q, k, v, causal=causal).sum().backward()
+    offset = SK - SQ
+    scores = B * H * (sum(min(SK, i + offset + 1) for i in range(SQ)) if causal else SQ * SK)
+    assert counter.get_total_flops() == 2 * scores * ((D + DV) + (3 * D + 2 * DV))
+
+
+def test_flops_of_packed_sequences_count_each_alone():
+    q, k, v, cu_q, cu_k = packed()
+    with FlopCounterMode(display=False) as counter:
+        tileattn.attention_varlen(q, k, v, cu_q, cu_k)
+    assert counter.get_total_flops() == 2 * H * (10 * 20 + 23 * 17) * (D + DV)
+
+
+def test_importing_costs_neither_time_nor_triton():
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import tileattn
+took = time.perf_counter() - start
+assert took < 0.15, f"import tileattn took {took:.3f} s"
+assert "triton" not in sys.modules
+import torch.utils.flop_counter as counter
+assert torch.ops.tileattn.attention_forward in counter.flop_registry
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inputs_and_gradients_may_have_any_strides():
+    q, k, v = qkv()
+    expected = tileattn.attention(q, k, v)
+    dout = torch.randn_like(expected)
+    want = torch.autograd.grad(expected, (q, k, v), dout)
+    views = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    got = tileattn.attention(*views)
+    torch.testing.assert_close(got, expected)
+    strided = dout.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    for g, w in zip(torch.autograd.grad(got, views, strided), want, strict=True):
+        torch.testing.assert_close(g, w)
+    # sum() hands backward an expanded gradient with zero strides
+    tileattn.attention(q, k, v).sum().backward()
+    assert q.grad.isfinite().all()
