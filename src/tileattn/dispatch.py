@@ -38,6 +38,11 @@ def choose(problem: Problem, backend: str | None = None, direction: Direction = 
     return backend
 
 
+def choose_backward(problem: Problem, forward: str) -> str:
+    """Who differentiates what backend `forward` computed: itself, or the first that can. All share out and lse."""
+    return forward if load(forward).supports(problem, "backward") is None else choose(problem, direction="backward")
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What `tileattn.explain` found: who serves a call, with which tiles, and what it moves and holds.
