@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from tileattn import dispatch, ops
 from tileattn.problem import Inputs, Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AttentionOutput(NamedTuple):
@@ -19,6 +22,31 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+class Options(TypedDict, total=False):
+    """Keywords that `attention` and `attention_varlen` share, for type checkers; `attention` documents them."""
+
+    causal: bool
+    scale: float | None
+    window: tuple[int, int]
+    softcap: float
+    bias: Tensor | None
+    mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    deterministic: bool | None
+    backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> AttentionOutput: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,6 +126,32 @@ def attention(
     return _run(problem, inputs, backend, return_lse)
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> AttentionOutput: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
