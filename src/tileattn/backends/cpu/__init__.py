@@ -1,0 +1,27 @@
+"""Attention on a CPU: FlashAttention's algorithm in tiles of PyTorch sized to the cache."""
+
+from __future__ import annotations
+
+from tileattn.backends import Direction, Tiles
+from tileattn.backends.cpu import tiling
+from tileattn.backends.cpu.backward import backward
+from tileattn.backends.cpu.forward import forward
+from tileattn.problem import Problem
+
+__all__ = ["backward", "forward", "supports", "tiles"]
+
+
+def supports(problem: Problem, direction: Direction = "forward") -> str | None:
+    if problem.device.type != "cpu":
+        return f"it serves tensors on the CPU, these are on {problem.device}"
+    return None
+
+
+def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
+    blocks = tiling.BLOCKS
+    rows = min(blocks.positions(problem.group), problem.seqlen_q) * problem.group
+    return Tiles(
+        block_m=max(rows, 1),
+        block_n=max(min(blocks.columns(rows), problem.seqlen_k), 1),
+        why="the tile and its exponentials stay in a core's L2 cache; each is one large matrix product",
+    )

@@ -1,0 +1,159 @@
+"""The score pipeline of a stack of heads, tile by tile: softcap -> + alibi -> + bias -> mask -> window.
+
+Tiles are transposed, [*, cols, rows], and in units of log2: statistics of rows then run along the last dim, as the
+bias of a matrix product does, and exp2 is several times faster than exp.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tileattn.backends.cpu.gemm import linear
+from tileattn.backends.cpu.stacks import Stack
+from tileattn.backends.cpu.tiling import Tile, Window
+from tileattn.philox import keep_mask
+from tileattn.problem import Inputs
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+# 0 - 1 has every bit set; these keep sign and exponent, the bits of -inf
+_INFINITY_BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
+
+
+class ModifierGradients(NamedTuple):
+    """Where gradients of additive modifiers gather, in the computing dtype; None where not wanted.
+
+    bias: [batches or 1, heads or 1, group or 1, rows or 1, cols or 1]. slopes: [batches, heads, group].
+    """
+
+    bias: Tensor | None
+    slopes: Tensor | None
+
+
+class Scores:
+    """Scores of one stack. q (or k) must have been multiplied with q_scale before the product; the gradient of that
+    product is grad_scale times what `chain` returns."""
+
+    def __init__(self, stack: Stack, inputs: Inputs, dtype: torch.dtype) -> None:
+        problem = stack.problem
+        self.stack, self.inputs, self.dtype = stack, inputs, dtype
+        self.softcap = problem.softcap
+        self.q_scale = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E
+        self.window = Window.of(problem, stack.seqlen_q, stack.seqlen_k)
+        self.grad_scale = problem.softcap if problem.softcap else LN2
+        # nothing but the window: a shift of the rows may ride on the product
+        self.plain = not (problem.softcap or problem.has_alibi or problem.has_bias or problem.has_mask)
+        self.bias = None if inputs.bias is None else stack.of_heads(inputs.bias)
+        self.mask = None if inputs.mask is None else stack.of_heads(inputs.mask)
+        slopes = inputs.alibi_slopes
+        self.slopes = None if slopes is None else stack.of_heads(slopes.to(dtype))  # [batches or 1, heads, group]
+
+    def hidden(self, tile: Tile) -> bool:
+        """Whether the mask hides the tile from every row."""
+        if self.mask is None:
+            return False
+        part = _part(self.mask, tile)
+        return part.numel() > 0 and not part.view(torch.uint8).amax().item()
+
+    def product(self, k: Tensor, q: Tensor, shift: Tensor | None = None) -> Tensor:
+        """q.k of a tile, [*, cols, rows]; with a softcap, its tanh. shift [*, rows] is added: plain scores only."""
+        return linear(k, q, shift, "tanh" if self.softcap else "none")
+
+    def modify(self, s: Tensor, tile: Tile) -> Tensor:
+        """Turn the product into scores, in place unless there is a softcap, whose tanh backward needs again."""
+        if self.softcap:
+            s = s * (self.softcap * LOG2E)
+        if self.slopes is not None:
+            s.addcmul_(
+                self._distance(tile), self.stack.per_row(self.slopes, len(tile.rows))[..., None, :], value=-LOG2E
+            )
+        if self.bias is not None:
+            s.add_(self._transposed(_part(self.bias, tile).to(self.dtype), tile), alpha=LOG2E)
+        if self.mask is not None:
+            integer, infinity = _INFINITY_BITS[self.dtype]
+            hide = self._transposed(_part(self.mask, tile).to(integer), tile)
+            s.add_((hide - 1).bitwise_and_(infinity).view(self.dtype))
+        return self.add_window(s, tile)
+
+    def add_window(self, s: Tensor, tile: Tile) -> Tensor:
+        """-inf where the window hides."""
+        return s.add_(self._window_of(tile)) if tile.partial else s
+
+    def chain(self, ds: Tensor, product: Tensor, tile: Tile, into: ModifierGradients) -> Tensor:
+        """Gradient of the scores -> gradient of the product, in place; alibi's and bias' on the way."""
+        if into.slopes is not None:
+            into.slopes.sub_(self._five(ds * self._distance(tile), tile).sum((2, 3)))
+        if into.bias is not None:
+            target = _part(into.bias, tile).permute(0, 1, 4, 3, 2)  # [batches, heads, cols, rows, group]
+            target.add_(self._five(ds, tile).sum_to_size(target.shape))
+        if self.softcap:
+            ds.mul_(product.square_().neg_().add_(1.0))
+        return ds
+
+    def keep(self, tile: Tile) -> Tensor | None:
+        """What dropout multiplies probabilities with: 0 or 1 / (1 - dropout_p)."""
+        p = self.stack.problem.dropout_p
+        if p == 0.0:
+            return None
+        stack = self.stack
+        group = stack.problem.group
+        heads = torch.arange(stack.heads.start * group, stack.heads.stop * group).view(-1, 1, group)
+        batch, rows = (torch.arange(r.start, r.stop) for r in (stack.batches, tile.rows))
+        kept = keep_mask(
+            self.inputs.dropout_seed.item(), p, batch[:, None, None, None], heads, rows[:, None], tile.cols
+        )
+        # [batches, heads, rows, group, cols]
+        return (kept.to(self.dtype) / (1.0 - p)).reshape(*stack.lead, -1, len(tile.cols)).transpose(-1, -2)
+
+    def _window_of(self, tile: Tile) -> Tensor:
+        offset = tile.cols.start - tile.rows.start - self.window.shift
+        left, right = self.window.left + offset, self.window.right - offset
+        return _window_tile(len(tile.rows), len(tile.cols), left, right, self.stack.problem.group, self.dtype)
+
+    def _distance(self, tile: Tile) -> Tensor:
+        offset = tile.cols.start - tile.rows.start - self.window.shift
+        return _distance_tile(len(tile.rows), len(tile.cols), offset, self.stack.problem.group, self.dtype)
+
+    def _transposed(self, x: Tensor, tile: Tile) -> Tensor:
+        """[batches or 1, heads or 1, group or 1, rows or 1, cols or 1] -> [* or 1, cols or 1, rows or 1]."""
+        batches, heads, group, rows, cols = x.shape
+        x = x.transpose(2, 3)
+        if group * rows > 1:
+            x = x.expand(-1, -1, len(tile.rows), self.stack.problem.group, -1)
+        if batches * heads > 1:
+            x = x.expand(len(self.stack.batches), len(self.stack.heads), -1, -1, -1)
+        x = x.reshape(*self.stack.lead and (-1,), x.shape[2] * x.shape[3], cols)
+        return x.transpose(-1, -2).contiguous()  # copying, then adding, is faster than adding a transposed matrix
+
+    def _five(self, x: Tensor, tile: Tile) -> Tensor:
+        """[*, cols, rows] -> [batches, heads, cols, rows, group]."""
+        stack = self.stack
+        sizes = len(stack.batches), len(stack.heads), len(tile.cols), len(tile.rows), stack.problem.group
+        return x.view(sizes)
+
+
+def _part(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's part of [..., rows or 1, cols or 1]."""
+    if x.shape[-2] > 1:
+        x = x[..., tile.rows.start : tile.rows.stop, :]
+    if x.shape[-1] > 1:
+        x = x[..., tile.cols.start : tile.cols.stop]
+    return x
+
+
+@functools.lru_cache(maxsize=16)
+def _window_tile(rows: int, cols: int, left: int, right: int, group: int, dtype: torch.dtype) -> Tensor:
+    """[cols, rows * group]: 0 where -left <= col - row <= right, -inf elsewhere."""
+    infinite = torch.full((cols, rows), float("-inf"), dtype=dtype)
+    return (infinite.triu(left + 1) + infinite.tril(-right - 1)).repeat_interleave(group, 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _distance_tile(rows: int, cols: int, offset: int, group: int, dtype: torch.dtype) -> Tensor:
+    """[cols, rows * group]: |col - row + offset|."""
+    distance = torch.arange(offset, offset + cols, dtype=dtype)[:, None] - torch.arange(rows, dtype=dtype)
+    return distance.abs_().repeat_interleave(group, 1)
