@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 
 from tileattn.backends import Backend, Direction, Tiles
@@ -14,8 +13,16 @@ BACKENDS = ("cpu",)
 
 
 def load(name: str) -> Backend:
-    """The backend's module, imported on first use."""
-    return importlib.import_module(f"tileattn.backends.{name}")
+    """The backend's module, imported on first use; by import statements, which torch.compile can follow."""
+    if name == "cpu":
+        from tileattn.backends import cpu
+
+        return cpu
+    if name == "portable":
+        from tileattn.backends import portable
+
+        return portable
+    raise KeyError(name)
 
 
 def choose(problem: Problem, backend: str | None = None, direction: Direction = "forward") -> str:
