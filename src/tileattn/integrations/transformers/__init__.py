@@ -1,22 +1,22 @@
 """attn_implementation="tileattn" for Transformers models.
 
-    from tileattn.integrations.transformers import register
+from tileattn.integrations.transformers import register
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tileattn")
+register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tileattn")
 """
 
 from __future__ import annotations
 
 NAME = "tileattn"
-MINIMUM = (5, 0)
+MINIMUM = (5, 8)
 
 
 def register() -> None:
     """Make `attn_implementation="tileattn"` known to from_pretrained, from_config and set_attn_implementation.
 
     Registers the attention function and, beside it, the mask function, without which Transformers would drop padding.
-    Calling it again changes nothing. Raises ImportError when transformers is missing or older than 5.0.
+    Calling it again changes nothing. Raises ImportError when transformers is missing or older than 5.8.
     """
     try:
         import transformers

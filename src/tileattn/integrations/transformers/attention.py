@@ -54,7 +54,8 @@ def attention_forward(
         if bias is None and None not in packing:
             return _packed(q, k, v, packing, options), None
     elif mask.is_floating_point():
-        mask, bias = None, mask if bias is None else mask + bias
+        bias = mask if bias is None else mask + bias
+        mask = None
     return attention(q, k, v, mask=mask, bias=bias, **options), None
 
 
@@ -62,7 +63,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packing: tuple[Any, ...], options: 
     """Attention within each of the sequences that the (batch * seqlen) tokens consist of."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     out = attention_varlen(
-        *(x.flatten(0, 1) for x in (q, k, v)),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         cu_seqlens_q.int(),
         cu_seqlens_k.int(),
         int(max_seqlen_q),

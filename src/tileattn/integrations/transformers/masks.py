@@ -80,7 +80,7 @@ class StructuredMask(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _KEEP_STRUCTURE and kwargs.get("dtype") in (None, torch.bool):
             return args[0]._moved(kwargs.get("device") or args[0].device)
@@ -97,7 +97,7 @@ class StructuredMask(torch.Tensor):
         shape, device, *numbers = context
         return StructuredMask(shape, device, inner.get("keys"), inner.get("cu_seqlens"), *numbers)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"shape={tuple(self.shape)}", f"left={self.left}", f"right={self.right}"]
         parts += [f"{name}={getattr(self, name)}" for name in ("keys", "cu_seqlens") if getattr(self, name) is not None]
         return f"StructuredMask({', '.join(parts)})"
@@ -122,25 +122,36 @@ def _least(a: int | None, b: int | None) -> int | None:
     return a if b is None else b if a is None else min(a, b)
 
 
-def recognise(mask_function: Callable) -> Pattern | None:
-    """The Pattern that one of Transformers' mask functions stands for, None for one that is not known."""
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+def _tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def recognise(mask_function: Callable, packed: bool = False) -> Pattern | None:
+    """The Pattern that one of Transformers' mask functions stands for, None for one that is not known. packed: it only
+    matters within each of several packed sequences."""
+    if mask_function is masking_utils.causal_mask_function:
+        return Pattern(right=0)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    # torch.compile cannot look into the closure of a function made inside its graph
+    if _tracing() or getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return None
     cells = zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True)
     captured = {name: cell.cell_contents for name, cell in cells}
     match mask_function.__qualname__:
-        case "causal_mask_function":
-            return Pattern(right=0)
-        case "bidirectional_mask_function":
-            return Pattern()
         case "sliding_window_overlay.<locals>.inner_mask":
             return Pattern(left=captured["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay.<locals>.inner_mask":
             return Pattern(left=captured["sliding_window"], right=captured["sliding_window"])
         case "packed_sequence_mask_function.<locals>.inner_mask":
             return Pattern(sequence=captured["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence.<locals>.inner_mask" if packed:
+            # counts positions from the start of each sequence, which changes no distance within one
+            return recognise(captured["mask_function"], packed)
         case "and_masks.<locals>.and_mask":
-            parts = [recognise(part) for part in captured["mask_functions"]]
+            functions = captured["mask_functions"]
+            packed = packed or any(f.__qualname__.startswith("packed_sequence_mask_function") for f in functions)
+            parts = [recognise(function, packed) for function in functions]
             return functools.reduce(lambda a, b: None if a is None or b is None else a & b, parts)
     return None
 
@@ -148,13 +159,16 @@ def recognise(mask_function: Callable) -> Pattern | None:
 def mask_forward(
     *,
     batch_size: int,
+    q_length: int,
     kv_length: int,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
+    device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
     """What Transformers calls once a forward pass for each kind of layer. Row i of the queries stands at position
@@ -163,18 +177,20 @@ def mask_forward(
     Returns None when nothing is hidden but what causality hides, bottom-right aligned; or a StructuredMask; or, where
     that cannot say it, the boolean (batch, 1, seqlen_q, seqlen_k) tensor.
     """
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not tracing:
-        _refuse_without_interface(type(config))
+    if not _tracing():
+        _refuse_without_interface(type(config).__module__)
     build = functools.partial(
         masking_utils.sdpa_mask,
         batch_size=batch_size,
+        q_length=q_length,
         kv_length=kv_length,
+        q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
         config=config,
+        device=device,
         **rest,
     )
     pattern = recognise(mask_function)
@@ -184,10 +200,9 @@ def mask_forward(
     # A model that allows no skip is about to compute with the tensor, unless it is packing that forbids the skip.
     if not may_skip and pattern.sequence is None:
         return build()
-    seqlen_q, q_offset, device = _queries(attention_mask, **rest)
-    if tracing and (isinstance(q_offset, Tensor) or attention_mask is not None or pattern.sequence is not None):
-        return build()  # a graph can read no values, nor make a StructuredMask
-    reach = _reach(pattern, seqlen_q, int(q_offset) - kv_offset, kv_length)
+    if _tracing() and (isinstance(q_offset, Tensor) or attention_mask is not None):
+        return build()  # a graph cannot read their values
+    reach = _reach(pattern, q_length, int(q_offset) - kv_offset, kv_length)
     if reach is None:
         return build()
     columns, left, right = reach
@@ -196,28 +211,13 @@ def mask_forward(
         return None
     cu_seqlens, max_seqlen = None, 0
     if pattern.sequence is not None:
-        if keys is not None or not seqlen_q == columns == kv_length:
+        if keys is not None or not q_length == columns == kv_length:
             return build()
         cu_seqlens, max_seqlen = _cu_seqlens(pattern.sequence)
-    if tracing:
-        return build()
-    shape = (batch_size, 1, seqlen_q, kv_length)
-    return StructuredMask(shape, device, keys, cu_seqlens, columns, left, right, max_seqlen)
-
-
-def _queries(
-    attention_mask: Tensor | None,
-    *,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    cache_position: Tensor | None = None,
-    device: torch.device | str | None = None,
-    **rest: Any,
-) -> tuple[int, int | Tensor, torch.device]:
-    """seqlen_q, the position of the first query and the device; releases up to 5.2 tell them by cache_position."""
-    if cache_position is not None:
-        return len(cache_position), cache_position[0], cache_position.device
-    return q_length, q_offset, torch.device(device or "cpu")
+    if _tracing():
+        return build()  # nor make a StructuredMask
+    shape = (batch_size, 1, q_length, kv_length)
+    return StructuredMask(shape, torch.device(device), keys, cu_seqlens, columns, left, right, max_seqlen)
 
 
 def _reach(pattern: Pattern, seqlen_q: int, offset: int, kv_length: int) -> tuple[int, int, int] | None:
@@ -236,9 +236,9 @@ def _reach(pattern: Pattern, seqlen_q: int, offset: int, kv_length: int) -> tupl
 
 def _visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int, columns: int) -> Tensor | None:
     """Bool (batch, columns), None when no key is padding. Positions that attention_mask does not reach are padding."""
-    if attention_mask is None:
-        return None
     padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padded is None:
+        return None
     keys = padded[:, kv_offset : kv_offset + columns]
     return None if keys.all() else keys
 
@@ -253,10 +253,10 @@ def _cu_seqlens(sequence: Tensor) -> tuple[Tensor, int]:
 
 
 @functools.cache
-def _refuse_without_interface(config_class: type) -> None:
+def _refuse_without_interface(config_module: str) -> None:
     """Raise for a model whose own code computes attention: it would take this mask for another kind, or no mask for
     none needed. Transformers lets it choose any registered implementation."""
-    modeling = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
+    modeling = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         return
     for name, member in vars(modeling).items():

@@ -1,0 +1,59 @@
+"""Pictures of what was measured. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tileattn.dispatch import format_bytes
+
+COLOURS = {"standard": "#c44e52", "sdpa": "#8c8c8c", "tileattn": "#1f6fb4"}
+LABELS = {"standard": "standard attention", "sdpa": "PyTorch SDPA", "tileattn": "tileattn"}
+
+
+def attention_scaling(scaling: Mapping[str, Sequence[Mapping[str, Any]]], subtitle: str, path: Path) -> None:
+    """Draw time and peak memory over sequence length, both axes logarithmic, one line for each implementation.
+
+    scaling: for each implementation, rows of {seqlen, seconds, peak_bytes}.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("Attention over sequence length\n", fontsize=14, fontweight="bold")
+    figure.text(0.5, 0.925, subtitle, ha="center", fontsize=9.5, color="#555555")
+    panels = (("seconds", "time", _seconds), ("peak_bytes", "peak memory, output included", _bytes))
+    for axes, (key, title, written) in zip(figure.subplots(1, 2), panels, strict=True):
+        for name, rows in scaling.items():
+            axes.plot(
+                [row["seqlen"] for row in rows],
+                [row[key] for row in rows],
+                marker="o",
+                markersize=5,
+                linewidth=2,
+                color=COLOURS[name],
+                label=LABELS[name],
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=12)
+        axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(written))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(which="major", color="#e4e4e4")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=140)
+
+
+def _seconds(value: float, _: object) -> str:
+    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
+
+
+def _bytes(value: float, _: object) -> str:
+    return format_bytes(value)
