@@ -1,0 +1,85 @@
+"""Forward attention on Hopper GPUs (sm_90a), in Gluon: TMA, asynchronous wgmma and specialised warps.
+
+It serves what the fast kernel was written for and says what it does not; another backend serves that, and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tileattn.backends import Direction, Tiles
+from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
+
+try:
+    from tileattn.backends.hopper.launch import TILES, forward, tile_for
+except ImportError as error:  # no Triton, or one without what gluon_names.py names
+    _import_error: str | None = str(error)
+else:
+    _import_error = None
+
+__all__ = ["backward", "forward", "supports", "tiles"]
+
+MIN_SEQLEN_Q = 64
+
+
+def supports(problem: Problem, direction: Direction = "forward") -> str | None:
+    p = problem
+    if direction == "backward":
+        return "has no backward"
+    if p.device.type != "cuda" or _capability(p.device) != (9, 0):
+        return "needs a Hopper GPU (H100, H200)"
+    if _import_error is not None:
+        return f"needs Triton's Gluon ({_import_error})"
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, not {p.dtype}"
+    if p.head_dim % 8 or p.head_dim_v % 8:
+        return f"head_dim {p.head_dim}/{p.head_dim_v} is not a multiple of 8 (rows of 16 bytes)"
+    if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in TILES):
+        return f"head_dim {p.head_dim}/{p.head_dim_v} is above 256"
+    if p.seqlen_q < MIN_SEQLEN_Q or p.seqlen_k == 0 or p.batch == 0:
+        return f"seqlen_q {p.seqlen_q} is below {MIN_SEQLEN_Q}, or there are no keys: its tiles would stand empty"
+    if p.scale <= 0.0:
+        return f"scale {p.scale} is not positive"
+    return _modifiers(p)
+
+
+def _modifiers(p: Problem) -> str | None:
+    present = {
+        "varlen": p.varlen,
+        "a window with a left bound": p.window_left >= 0,
+        "softcap": p.softcap != 0.0,
+        "bias": p.has_bias,
+        "mask": p.has_mask,
+        "alibi_slopes": p.has_alibi,
+        "sink": p.has_sink,
+        "dropout": p.dropout_p > 0.0,
+    }
+    names = [name for name, there in present.items() if there]
+    return f"has no {', '.join(names)}" if names else None
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """None: there is no such device here (a fake tensor may still name it)."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
+    tile = tile_for(problem)
+    return Tiles(tile.block_m, tile.block_n, f"two warpgroups of 64 rows, {tile.stages} tiles in flight")
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    forward: Forward,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    raise NotImplementedError("the Hopper backend has no backward")

@@ -1,0 +1,293 @@
+"""FlashAttention-3 for Hopper: one warp loads, two warpgroups multiply, and softmax runs under the products.
+
+Shah et al. 2024, with one software pipeline over all the tiles that a program gets: the scores S = Q K^T of the next
+key block, be it the next tile's first, are issued together with O += P V of the block before, and softmax of S runs
+while that product is in flight. The warpgroups, 64 query rows each, take turns at issuing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tileattn.backends.hopper.gluon_names import (
+    fence_async_shared,
+    store_wait,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tileattn.backends.hopper.pipeline import make_queue, make_ring
+from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, declare_flag, reciprocal
+from tileattn.backends.hopper.schedule import locate, next_tile
+from tileattn.backends.hopper.softmax import (
+    NOTHING,
+    exponentials,
+    headroom_of,
+    hide,
+    limit_of,
+    raised,
+    scale_rows,
+)
+
+LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+class Mode(NamedTuple):
+    """What a kernel is compiled for, every field a constexpr.
+
+    MASKED: how many of a tile's blocks may hide scores; they come first. HIDES: whether they do. CAUSAL: rows differ in
+    what they see. SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory.
+    """
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    STAGES: Any
+    SLOTS: Any
+    STAGED: Any
+    CAUSAL: Any
+    HIDES: Any
+    MASKED: Any
+    BARRIERS: Any
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Layout of a warpgroup's [64, columns] product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Layout of the register operand of such a product."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(columns), k_width=2)
+
+
+@gluon.jit
+def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
+    """The loading warp: for every tile its number, its queries and, last block first, its keys and values.
+
+    Values come one block after the keys they belong to, across tiles too, as the products want them.
+    """
+    tile = gl.program_id(0)
+    entry = grid.num_tiles * 0
+    block = grid.num_tiles * 0
+    batch_v = grid.num_tiles * 0
+    head_v = grid.num_tiles * 0
+    row_v = grid.num_tiles * 0
+    while tile < grid.num_tiles:
+        batch, head, row, blocks = locate(tile, grid, mode)
+        row_k = (blocks - 1) * mode.BLOCK_N
+        keys.acquire(block)
+        keys.fill(block, k_desc, batch, row_k, head // grid.group)
+        queue.write(entry, tile)
+        queue.queries.fill(entry, q_desc, batch, row, head)
+        tile = next_tile(counter_ptr, grid.num_tiles)
+        if block > 0:
+            values.acquire(block - 1)
+            values.fill(block - 1, v_desc, batch_v, row_v, head_v)
+        batch_v = batch
+        head_v = head // grid.group
+        row_v = row_k
+        block += 1
+        for _ in range(1, blocks):
+            keys.acquire(block)
+            keys.fill(block, k_desc, batch_v, row_v - mode.BLOCK_N, head_v)
+            values.acquire(block - 1)
+            values.fill(block - 1, v_desc, batch_v, row_v, head_v)
+            row_v -= mode.BLOCK_N
+            block += 1
+        entry += 1
+    values.acquire(block - 1)
+    values.fill(block - 1, v_desc, batch_v, row_v, head_v)
+    queue.close(entry, tile)
+    keys.drain(block)
+    values.drain(block)
+    queue.queries.drain(entry + 1)
+
+
+@gluon.jit
+def issue(q, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
+    """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
+
+    Returns s and the token of O.
+    """
+    zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
+    barrier_sync(mode.BARRIERS + WARPGROUP, 256)
+    s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    values.wait(block - 1)
+    o_token = warpgroup_mma(p, values.block(block - 1, 0), o, is_async=True)
+    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    keys.release(block, more)
+    return s, o_token
+
+
+@gluon.jit
+def finish(o_token, keys, values, block, more):
+    """Wait for O of the block before, after the next block's keys.
+
+    The order keeps the assembler from hoisting the wait for O above the softmax: a wait for an mbarrier is a loop,
+    which it does not move code across.
+    """
+    keys.wait(block + 1, more)
+    o = warpgroup_mma_wait(0, deps=(o_token,))
+    values.release(block - 1)
+    return o
+
+
+@gluon.jit
+def masked_step(q, keys, values, o, m, l, p, block, more, rows, column, grid, scale_log2, dtype: gl.constexpr,
+                WARPGROUP: gl.constexpr, mode):  # fmt: skip
+    """A further block that may hide scores: with the running maximum."""
+    s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
+    s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
+    m, alpha = raised(m, s, scale_log2, dtype)
+    p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+    l = scale_rows(l, alpha) + parts
+    o = finish(o_token, keys, values, block, more)
+    return scale_rows(o, alpha), m, l, p
+
+
+@gluon.jit
+def step(q, keys, values, o, m, l, p, block, more, scale_log2, dtype: gl.constexpr, WARPGROUP: gl.constexpr, mode):
+    """A block that all rows see whole."""
+    s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
+    p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+    too_large = any_reaches(parts, limit_of(dtype))
+    o = finish(o_token, keys, values, block, more)
+    if too_large != 0:
+        m, alpha = raised(m, s, scale_log2, dtype)
+        p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+        l = scale_rows(l, alpha)
+        o = scale_rows(o, alpha)
+    return o, m, l + parts, p
+
+
+@gluon.jit
+def begin(s, rows, column, grid, scale_log2, dtype: gl.constexpr, p_layout: gl.constexpr, mode):
+    """m, row parts and p of a tile's first block."""
+    if mode.HIDES:
+        s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
+    m = gl.maximum(gl.max(s, 1) * scale_log2 + headroom_of(dtype), NOTHING)
+    p, parts = exponentials(s, m, scale_log2, dtype, p_layout)
+    return m, parts, p
+
+
+@gluon.jit
+def write(o, m, l, batch, head, first_row, o_desc, o_buffer, out_ptr, lse_ptr, grid, mode):
+    """Divide O by the row sums; O leaves through shared memory, LSE directly."""
+    total = gl.sum(l, 1)
+    inverse = gl.where(total == 0.0, 0.0, reciprocal(total))
+    o = scale_rows(o, inverse)
+    if mode.STAGED:
+        store_wait(0)  # the tile before has left the buffer
+        o_buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [batch, first_row, head, 0], o_buffer)
+    else:
+        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
+        columns = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+        row_at = (batch.to(gl.int64) * grid.seqlen_q + rows) * grid.num_heads + head
+        inside = (rows < grid.seqlen_q)[:, None] & (columns < o_desc.shape[3])[None, :]
+        gl.store(out_ptr + row_at[:, None] * o_desc.shape[3] + columns[None, :], o.to(o_desc.dtype), mask=inside)
+    # After the fence, which would wait for this store.
+    layout: gl.constexpr = m.type.layout
+    total = gl.convert_layout(total, layout)
+    lse = gl.where(total == 0.0, float("-inf"), m * LN_2 + gl.log(total))
+    rows = first_row + gl.arange(0, ROWS, layout)
+    at = (batch.to(gl.int64) * grid.num_heads + head) * grid.seqlen_q + rows
+    gl.store(lse_ptr + at, lse, mask=rows < grid.seqlen_q)
+
+
+@gluon.jit
+def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode):
+    """A warpgroup: 64 rows of every tile that the queue brings."""
+    dtype: gl.constexpr = o_desc.dtype
+    DIM_V: gl.constexpr = o_desc.block_type.shape[3]
+    s_layout: gl.constexpr = product_layout(mode.BLOCK_N)
+    p_layout: gl.constexpr = operand_layout(DIM_V)
+    offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    if WARPGROUP == 0:
+        barrier_arrive(mode.BARRIERS, 256)
+
+    entry = grid.num_tiles * 0
+    block = grid.num_tiles * 0
+    tile = queue.receive(entry)
+    batch, head, row, blocks = locate(tile, grid, mode)
+    keys.wait(block)
+    q = queue.queries.block(entry, WARPGROUP)
+    zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, s_layout)
+    s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s_token,))
+    keys.release(block)
+    m, l, p = begin(s, row + offs_m, (blocks - 1) * mode.BLOCK_N, grid, scale_log2, dtype, p_layout, mode)
+    o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
+    block += 1
+    keys.wait(block, blocks > 1)
+
+    while tile < grid.num_tiles:
+        q = queue.queries.block(entry, WARPGROUP)
+        for i in gl.static_range(1, mode.MASKED):
+            column = (blocks - 1 - i) * mode.BLOCK_N
+            o, m, l, p = masked_step(q, keys, values, o, m, l, p, block, i + 1 < blocks, row + offs_m, column, grid,
+                                     scale_log2, dtype, WARPGROUP, mode)  # fmt: skip
+            block += 1
+        for i in range(mode.MASKED, blocks):
+            o, m, l, p = step(q, keys, values, o, m, l, p, block, i + 1 < blocks, scale_log2, dtype, WARPGROUP, mode)
+            block += 1
+        queue.queries.release(entry)
+
+        # The next tile's first scores, beside this tile's last product.
+        entry += 1
+        tile = queue.receive(entry)
+        more = tile < grid.num_tiles
+        next_batch, next_head, next_row, blocks = locate(gl.minimum(tile, grid.num_tiles - 1), grid, mode)
+        keys.wait(block, more)
+        q = queue.queries.block(entry, WARPGROUP)
+        s, o_token = issue(q, keys, values, p, o, block, more, WARPGROUP, mode)
+        column = (blocks - 1) * mode.BLOCK_N
+        next_m, next_l, p = begin(s, next_row + offs_m, column, grid, scale_log2, dtype, p_layout, mode)
+        o = finish(o_token, keys, values, block, more & (blocks > 1))
+        write(o, m, l, batch, head, row + WARPGROUP * ROWS, o_desc, o_buffers.index(WARPGROUP), out_ptr, lse_ptr, grid,
+              mode)  # fmt: skip
+        o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
+        m = next_m
+        l = next_l
+        batch = next_batch
+        head = next_head
+        row = next_row
+        block += 1
+    queue.queries.release(entry)
+    if WARPGROUP == 0:
+        barrier_sync(mode.BARRIERS, 256)
+    if mode.STAGED:
+        store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["grid"])
+def attention_forward(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, grid, scale_log2, mode):
+    declare_flag()
+    K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
+    V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
+    Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
+    queue = make_queue(q_desc, mode.SLOTS, 2, Q_EMPTIED)
+    keys = make_ring(k_desc, mode.STAGES, 1, K_EMPTIED)
+    values = make_ring(v_desc, mode.STAGES, 1, V_EMPTIED)
+    if mode.STAGED:
+        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [2, 1, ROWS, 1, o_desc.block_type.shape[3]], o_desc.layout)
+    else:
+        o_buffers = queue.queries.blocks
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode)),
+            (attend, (1, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode)),
+            (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,25 @@
+"""Gluon's Hopper names under one spelling for Triton 3.6 to 3.9: the only file that knows how they changed."""
+
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+__all__ = [
+    "aggregate",
+    "fence_async_shared",
+    "mbarrier",
+    "store_wait",
+    "tma_load",
+    "tma_store",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+store_wait = tma.store_wait

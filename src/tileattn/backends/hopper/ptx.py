@@ -1,0 +1,87 @@
+"""What Gluon has no word for, in PTX. Every function is one instruction or two, and none knows an address.
+
+Named barriers 0 to 3 are Triton's own (a kernel here has three partitions); ours start at FIRST_BARRIER.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FIRST_BARRIER = 4
+
+
+@gluon.jit
+def barrier_sync(barrier, THREADS: gl.constexpr):
+    """Wait on a named barrier until THREADS threads have arrived, these included."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def barrier_arrive(barrier, THREADS: gl.constexpr, pred=True):
+    """Arrive at a named barrier and go on."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,n,r",
+        [barrier, THREADS, gl.where(pred, 1, 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def declare_flag():
+    """Once in a kernel, before any_reaches: its flag, a register of each thread.
+
+    A register because a Gluon tensor cannot leave its elements' threads without a detour through shared memory.
+    """
+    gl.inline_asm_elementwise(
+        ".reg .b32 tileattn_flag; mov.u32 tileattn_flag, 0; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def any_reaches(x, LIMIT: gl.constexpr):
+    """1 where any element of x that this warp holds is LIMIT or more, or NaN; else 0. The same in all its threads."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.geu.f32 p, $1, $2; @p mov.u32 tileattn_flag, 1; mov.u32 $0, 0; }",
+        "=r,f,f",
+        [x, LIMIT],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, tileattn_flag, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; "
+        "mov.u32 tileattn_flag, 0; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def narrow(x, dtype: gl.constexpr):
+    """x, float32, in 16 bits. In PTX because LLVM would sink a truncation below the loop's edge and carry float32."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return y
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,0 +1,82 @@
+"""Which tile of queries is computed where and when: the one order that every partition of a kernel follows.
+
+A persistent program takes its first tile by its own number and every further one from a counter in global memory, so a
+slow SM takes fewer. Tiles of causal attention are handed out longest first, in sections of heads whose keys and values
+fit into L2 together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tileattn.problem import Problem
+
+
+class Grid(NamedTuple):
+    """Sizes that a kernel needs. Row r of a sequence sees columns below r + right (and below seqlen_k)."""
+
+    num_heads: Any
+    group: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    right: Any
+    blocks_m: Any  # tiles a head
+    section: Any  # heads a section
+    num_heads_all: Any  # heads of all batches
+    num_tiles: Any
+
+
+@gluon.jit
+def locate(tile, grid, mode):
+    """Tile number -> batch, head, first row, number of key blocks (the last of which comes first)."""
+    per_section = grid.section * grid.blocks_m
+    first_head = tile // per_section * grid.section
+    heads = gl.minimum(grid.section, grid.num_heads_all - first_head)
+    within = tile % per_section
+    block_m = within // heads
+    head = first_head + within % heads
+    if mode.CAUSAL:
+        block_m = grid.blocks_m - 1 - block_m
+    row = block_m * mode.BLOCK_M
+    columns = grid.seqlen_k
+    if mode.CAUSAL:
+        columns = gl.minimum(columns, row + mode.BLOCK_M - 1 + grid.right)
+    blocks = gl.maximum((columns + mode.BLOCK_N - 1) // mode.BLOCK_N, mode.MASKED)
+    return head // grid.num_heads, head % grid.num_heads, row, blocks
+
+
+@gluon.jit
+def next_tile(counter_ptr, num_tiles):
+    """The next tile of this program; the launch's last call sets the counter back to 0.
+
+    A launch makes num_tiles calls: one for each tile but the programs' first, and one in vain for each program.
+    """
+    taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)
+    return taken + gl.num_programs(0)
+
+
+def section_of(problem: Problem) -> int:
+    """Heads whose keys and values share L2: 32 MiB of them, 16 where sequences are short (measured on an H200)."""
+    p = problem
+    per_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize // p.group
+    mebibytes = 32 if p.seqlen_k >= 2048 else 16
+    return max(1, min((mebibytes << 20) // max(per_head, 1), p.batch * p.num_heads))
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counter_for(device: torch.device) -> Tensor:
+    """A counter at 0 that no launch in flight uses: each stream has its own, and so has each captured launch."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]

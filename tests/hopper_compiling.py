@@ -1,0 +1,130 @@
+"""Compile the Hopper kernel, through the arguments its launcher makes, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tileattn.backends.hopper.forward import attention_forward
+from tileattn.backends.hopper.launch import arguments, plan_for
+from tileattn.problem import Problem
+
+
+class Compiled(NamedTuple):
+    """code: the instructions, one a line. spills: bytes of local memory a thread. warnings: of the assembler."""
+
+    code: list[str]
+    spills: int
+    shared: int
+    warnings: list[str]
+    ptx: str
+
+    def count(self, instruction: str) -> int:
+        return sum(bool(re.search(rf"\b{instruction}", line)) for line in self.code)
+
+
+class _Driver:
+    """What Triton asks of a driver when it only compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 90
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+def problem_of(
+    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: bool
+) -> tuple[Problem, list[torch.Tensor]]:
+    q, k, v = (
+        torch.empty(1, n, 2, d, dtype=dtype)
+        for n, d in ((seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, head_dim_v))
+    )
+    problem, _ = Problem.of(q, k, v, causal=causal)
+    out = torch.empty(1, seqlen_q, 2, head_dim_v, dtype=dtype)
+    return problem, [q, k, v, out, torch.empty(1, 2, seqlen_q), torch.zeros(1, dtype=torch.int32)]
+
+
+def compile_forward(problem: Problem, tensors: list[torch.Tensor]) -> Compiled:
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_Driver())
+    try:
+        kernel = attention_forward.warmup(*arguments(plan_for(problem), *tensors), grid=(1,), num_warps=4)
+    finally:
+        triton.runtime.driver._active = before
+    return _read(kernel)
+
+
+def _read(kernel: Any) -> Compiled:
+    ptx = kernel.asm["ptx"]
+    nvidia = triton.knobs.nvidia
+    # The assembler once more, for what it says: Triton keeps its warnings to itself.
+    for tool in (nvidia.ptxas, getattr(nvidia, "ptxas_blackwell", nvidia.ptxas)):
+        with tempfile.TemporaryDirectory() as folder:
+            source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+            source.write_text(ptx)
+            said = subprocess.run(
+                [tool.path, "-v", "--gpu-name=sm_90a", source, "-o", binary], capture_output=True, text=True
+            )
+            if said.returncode == 0:
+                sass = subprocess.run([nvidia.cuobjdump.path, "-sass", binary], capture_output=True, text=True).stdout
+                break
+    else:
+        raise AssertionError(said.stderr)
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.stderr)
+    return Compiled(
+        code=[line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)],
+        spills=sum(int(a) + int(b) for a, b in spilled),
+        shared=kernel.metadata.shared,
+        warnings=re.findall(r".*(?:C75\d\d|[Pp]otential).*", said.stderr),
+        ptx=ptx,
+    )
+
+
+if __name__ == "__main__":
+    import itertools
+    import sys
+    import time
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    for dims, kind, name in itertools.product(
+        ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "tail", "causal", "offset"), dtypes
+    ):
+        seqlen_k = {"full": 256, "tail": 250, "causal": 256, "offset": 300}[kind]
+        start = time.time()
+        c = compile_forward(*problem_of(256, seqlen_k, *dims, dtypes[name], kind in ("causal", "offset")))
+        print(
+            dims,
+            kind,
+            name,
+            "spills",
+            c.spills,
+            "shared",
+            c.shared,
+            "HGMMA",
+            c.count("HGMMA"),
+            "waits",
+            c.count("WARPGROUP.DEPBAR"),
+            "EX2",
+            c.count("MUFU.EX2"),
+            c.warnings,
+            f"{time.time() - start:.1f}s",
+            file=sys.stdout,
+            flush=True,
+        )

@@ -1,0 +1,439 @@
+"""Runs the Hopper kernel's own source on a CPU: one thread a partition, memory and products as late as they may be.
+
+Triton's modules are replaced by the few names below. Loads write NaN at once and their data after a while; a product
+reads its shared memory when it is waited for, a store when its buffer is about to be used again. So a wait that is
+missing or a release that is early shows as a wrong result, a barrier that nobody completes as a deadlock.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+PACKAGE = "tileattn.backends.hopper"
+_here = threading.local()  # of a partition: name, threads, products and stores in flight
+
+
+class FaultError(Exception):
+    """What the kernel did wrong."""
+
+
+class Scalar(int):
+    def to(self, dtype: str) -> Scalar:
+        return self
+
+
+def _scalar_operator(name: str) -> Callable[..., Any]:
+    def operator(self: Scalar, other: Any) -> Any:
+        result = getattr(int, name)(self, other) if isinstance(other, int) else NotImplemented
+        return Scalar(result) if isinstance(result, int) else result
+
+    return operator
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "radd", "rsub", "rmul"):
+    setattr(Scalar, f"__{_name}__", _scalar_operator(f"__{_name}__"))
+
+
+class Tile(np.ndarray):
+    """A tensor in registers."""
+
+    @property
+    def type(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(layout=None)
+
+    def to(self, dtype: str) -> Tile:
+        return tile(_round(self, dtype))
+
+
+def tile(x: Any) -> Tile:
+    return np.asarray(x).view(Tile)
+
+
+def _round(x: Any, dtype: str) -> np.ndarray:
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype not in kinds:
+        return np.asarray(x)
+    return torch.from_numpy(np.array(x, dtype=np.float32)).to(kinds[dtype]).float().numpy()
+
+
+class Machine:
+    """Partitions that wait for conditions, and notice when none can go on."""
+
+    def __init__(self, seed: int) -> None:
+        self.changed = threading.Condition()
+        self.random = random.Random(seed)
+        self.live = 0
+        self.waiting: list[Callable[[], bool]] = []
+        self.in_flight = 0
+        self.fault: str | None = None
+        self.barriers: dict[int, list[int]] = {}  # named barrier -> [arrived threads, generation]
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            self.waiting.append(ready)
+            while not ready():
+                stuck = self.in_flight == 0 and len(self.waiting) == self.live
+                if stuck and not any(other() for other in self.waiting):
+                    self.fail(f"deadlock: {_here.name} waits for {what}")
+                if self.fault is not None:
+                    raise FaultError(self.fault)
+                self.changed.wait(1.0)
+            self.waiting.remove(ready)
+
+    def fail(self, what: str) -> None:
+        self.fault = self.fault or what
+        self.changed.notify_all()
+
+    def leave(self) -> None:
+        with self.changed:
+            self.live -= 1
+            self.changed.notify_all()
+
+    def later(self, action: Callable[[], None]) -> None:
+        with self.changed:
+            self.in_flight += 1
+            delay = self.random.random() * 0.002
+
+        def run() -> None:
+            time.sleep(delay)
+            with self.changed:
+                action()
+                self.in_flight -= 1
+                self.changed.notify_all()
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def arrive(self, barrier: int, threads: int) -> tuple[list[int], int]:
+        """Arrive at a named barrier with all of this partition's threads."""
+        with self.changed:
+            state = self.barriers.setdefault(int(barrier), [0, 0])
+            generation = state[1]
+            state[0] += _here.threads
+            if state[0] > threads:
+                self.fail(f"named barrier {barrier}: {state[0]} arrivals of {threads}")
+                raise FaultError(self.fault)
+            if state[0] == threads:
+                state[0] = 0
+                state[1] += 1
+                self.changed.notify_all()
+            return state, generation
+
+
+class MBarrier:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def arrive(self, count: int = 1, expected: int = 0) -> None:
+        with self.machine.changed:
+            self.bytes += expected
+            self.pending -= count
+            if self.pending < 0:
+                self.machine.fail("mbarrier: more arrivals than it counts")
+                raise FaultError(self.machine.fault)
+            self.turn()
+
+    def complete(self, count: int) -> None:
+        self.bytes -= count
+        self.turn()
+
+    def turn(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+            self.machine.changed.notify_all()
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def index(self, i: int) -> Any:
+        if not 0 <= int(i) < len(self.data):
+            raise FaultError(f"shared memory: index {i} of {len(self.data)}")
+        item = self.data[int(i)]
+        return item[0] if item.dtype == object else Shared(item)
+
+    def reshape(self, shape: list[int]) -> Shared:
+        view = self.data.view()
+        view.shape = tuple(shape)  # refuses to copy
+        return Shared(view)
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.transpose(order))
+
+    def store(self, value: Any) -> None:
+        self.data[...] = value
+
+    def load(self, layout: Any) -> Tile:
+        return tile(self.data.copy())
+
+
+class Descriptor:
+    """A tensor in global memory, (batch, seqlen, heads, head_dim), read and written in blocks [1, rows, 1, columns]."""
+
+    layout = None
+
+    def __init__(self, data: np.ndarray, rows: int, columns: int, dtype: str) -> None:
+        self.data, self.dtype, self.shape = data, dtype, tuple(map(Scalar, data.shape))
+        self.block_type = types.SimpleNamespace(shape=[1, rows, 1, columns], nbytes=2 * rows * columns)
+
+    def window(self, at: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Where a block at these coordinates lies in the tensor, and which part of the block that is."""
+        ours, theirs = [], []
+        for start, block, size in zip(map(int, at), self.block_type.shape, self.data.shape, strict=True):
+            first, last = max(start, 0), min(start + block, size)
+            ours.append(slice(first, max(first, last)))
+            theirs.append(slice(first - start, max(first, last) - start))
+        return tuple(ours), tuple(theirs)
+
+
+class Pointer:
+    def __init__(self, data: np.ndarray, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.data, self.offset + offset)
+
+
+class Product:
+    """An asynchronous product: computed when it is waited for."""
+
+    def __init__(self, a: Any, b: Any, accumulator: np.ndarray | None) -> None:
+        self.a, self.b, self.accumulator = a, b, accumulator
+        self.value: Tile | None = None
+
+    def run(self) -> None:
+        a = self.a.data if isinstance(self.a, Shared) else np.asarray(self.a)
+        value = a.astype(np.float32) @ self.b.data.astype(np.float32)
+        self.value = tile(value if self.accumulator is None else value + self.accumulator)
+
+
+def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
+    """The modules that the kernel's files import, by name."""
+
+    def allocate(dtype: str, shape: list[int], layout: Any) -> Shared:
+        if layout == "mbarriers":
+            data = np.empty(shape, dtype=object)
+            for i in np.ndindex(*shape):
+                data[i] = MBarrier(machine)
+            return Shared(data)
+        return Shared(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan, np.float32))
+
+    def tma_load(desc: Descriptor, at: list[int], barrier: MBarrier, block: Shared) -> None:
+        block.data[...] = np.nan
+        ours, theirs = desc.window(at)
+
+        def land() -> None:
+            block.data[...] = 0.0
+            block.data[theirs] = desc.data[ours]
+            barrier.complete(desc.block_type.nbytes)
+
+        machine.later(land)
+
+    def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
+        _here.stores.append((desc, at, block))
+
+    def store_wait(pending: int) -> None:
+        while len(_here.stores) > pending:
+            desc, at, block = _here.stores.pop(0)
+            ours, theirs = desc.window(at)
+            desc.data[ours] = block.data[theirs]
+
+    def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        if isinstance(acc, Product) or isinstance(a, Product):
+            raise FaultError("a product's result is used before it was waited for")
+        _here.products.append(Product(a, b, np.array(acc) if use_acc else None))
+        return _here.products[-1]
+
+    def multiply_wait(pending: int, deps: tuple[Product, ...]) -> Any:
+        while len(_here.products) > pending:
+            _here.products.pop(0).run()
+        if any(product.value is None for product in deps):
+            raise FaultError("the wait leaves the awaited product in flight")
+        values = tuple(product.value for product in deps)
+        return values[0] if len(values) == 1 else values
+
+    def wait(barrier: MBarrier, phase: int, pred: Any = True) -> None:
+        if pred:
+            machine.wait_for(lambda: barrier.phase != int(phase), f"an mbarrier's phase {int(phase)}")
+
+    def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+        at, value, mask = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(value), np.asarray(mask))
+        pointer.data.reshape(-1)[at[mask]] = value[mask]
+
+    def atomic_add(pointer: Pointer, value: int, sem: str) -> Scalar:
+        with machine.changed:
+            old = Scalar(pointer.data[0])
+            pointer.data[0] += value
+        return old
+
+    def specialize(functions: list[Any], warps: list[int], registers: list[int]) -> None:
+        _run_partitions(machine, functions, [4, *warps])
+
+    gl = types.SimpleNamespace(
+        **{name: name for name in ("int32", "int64", "float32")},
+        bfloat16="bf16",
+        float16="fp16",
+        constexpr=lambda x: x,
+        shared_memory_descriptor=Shared,
+        static_range=range,
+        program_id=lambda axis: Scalar(program),
+        num_programs=lambda axis: Scalar(programs),
+        arange=lambda start, end, layout: tile(np.arange(start, end)),
+        zeros=lambda shape, dtype, layout: tile(np.zeros(shape, np.float32)),
+        full=lambda shape, value, dtype, layout: tile(np.full(shape, value)),
+        where=lambda c, a, b: tile(np.where(c, a, b)) if np.ndim(c) else (a if c else b),
+        maximum=lambda a, b: tile(np.maximum(a, b)) if np.ndim(a) else Scalar(max(a, b)),
+        minimum=lambda a, b: tile(np.minimum(a, b)) if np.ndim(a) else Scalar(min(a, b)),
+        max=lambda x, axis: tile(np.max(x, axis)) if x.ndim > 1 else Scalar(np.max(x)),
+        sum=lambda x, axis: tile(np.sum(x, axis)),
+        exp2=lambda x: tile(np.exp2(np.asarray(x, np.float32))),
+        log=lambda x: tile(np.log(x)),
+        convert_layout=lambda x, layout: x,
+        allocate_shared_memory=allocate,
+        atomic_add=atomic_add,
+        store=store,
+        warp_specialize=specialize,
+        **dict.fromkeys(
+            ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout"),
+            lambda *args, **kwargs: None,
+        ),
+    )
+    gluon = types.SimpleNamespace(
+        jit=lambda fn=None, **options: fn or (lambda fn: fn), constexpr_function=lambda fn: fn, language=gl
+    )
+    names = types.SimpleNamespace(
+        aggregate=lambda cls: cls,
+        fence_async_shared=lambda: None,
+        mbarrier=types.SimpleNamespace(
+            MBarrierLayout=lambda: "mbarriers",
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, count: barrier.arrive(expected=count),
+            arrive=lambda barrier, count: barrier.arrive(count),
+            wait=wait,
+        ),
+        tma_load=tma_load,
+        tma_store=tma_store,
+        store_wait=store_wait,
+        warpgroup_mma=multiply,
+        warpgroup_mma_wait=multiply_wait,
+    )
+    return {
+        "triton.experimental": types.SimpleNamespace(gluon=gluon),
+        "triton.experimental.gluon": gluon,
+        f"{PACKAGE}.gluon_names": names,
+        f"{PACKAGE}.ptx": _ptx(machine),
+    }
+
+
+def _ptx(machine: Machine) -> types.SimpleNamespace:
+    def sync(barrier: int, threads: int) -> None:
+        state, generation = machine.arrive(barrier, threads)
+        machine.wait_for(lambda: state[1] != generation, f"named barrier {int(barrier)}")
+
+    def arrive(barrier: int, threads: int, pred: Any = True) -> None:
+        if pred:
+            machine.arrive(barrier, threads)
+
+    return types.SimpleNamespace(
+        FIRST_BARRIER=4,
+        barrier_sync=sync,
+        barrier_arrive=arrive,
+        declare_flag=lambda: None,
+        any_reaches=lambda x, limit: int(not np.all(x < limit)),
+        narrow=lambda x, dtype: tile(_round(x, dtype)),
+        reciprocal=lambda x: tile(1.0 / x),
+    )
+
+
+def _run_partitions(machine: Machine, functions: list[Any], warps: list[int]) -> None:
+    errors: list[Exception] = []
+
+    def run(function: Callable[..., None], args: tuple[Any, ...], num_warps: int) -> None:
+        _here.name, _here.threads, _here.products, _here.stores = function.__name__, 32 * num_warps, [], []
+        try:
+            with np.errstate(all="ignore"):
+                function(*args)
+            if _here.products or _here.stores:
+                raise FaultError("products or stores are left in flight")
+        except Exception as error:
+            errors.append(error)
+            with machine.changed:
+                machine.fail(str(error))
+        finally:
+            machine.leave()
+
+    machine.live = len(functions)
+    threads = [
+        threading.Thread(target=run, args=(*function, num_warps), daemon=True)
+        for function, num_warps in zip(functions, warps, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for barrier, (arrived, _) in machine.barriers.items():
+        if arrived:
+            raise FaultError(f"named barrier {barrier} is left with {arrived} arrivals")
+
+
+class Kernel:
+    """The kernel's files, read with Triton replaced. edits: (file, old, new), each a fault to plant."""
+
+    def __init__(self, *edits: tuple[str, str, str]) -> None:
+        spec = importlib.util.find_spec("tileattn.backends")
+        assert spec is not None
+        folder = Path(str(spec.origin)).parent / "hopper"
+        self.sources = {
+            name: (folder / f"{name}.py").read_text() for name in ("pipeline", "schedule", "softmax", "forward")
+        }
+        for name, old, new in edits:
+            assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"
+            self.sources[name] = self.sources[name].replace(old, new)
+
+    def launch(self, programs: int, *args: Any, seed: int = 0) -> None:
+        """attention_forward(*args) on this many programs, one after the other."""
+        for program in range(programs):
+            machine = Machine(seed + program)
+            module = self._load("forward", _triton(machine, program, programs))
+            module["attention_forward"](*args)
+
+    def module(self, name: str) -> dict[str, Any]:
+        return self._load(name, _triton(Machine(0), 0, 1))
+
+    def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
+        def load(wanted: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:
+            if wanted in modules:
+                return modules[wanted]
+            prefix, _, own = wanted.rpartition(".")
+            if prefix == PACKAGE:
+                modules[wanted] = types.SimpleNamespace(**self._load(own, modules))
+                return modules[wanted]
+            return __import__(wanted, globals, locals, names, level)
+
+        namespace: dict[str, Any] = {"__builtins__": {**vars(__import__("builtins")), "__import__": load}}
+        namespace["__name__"] = f"simulated.{name}"
+        exec(compile(self.sources[name], f"{name}.py", "exec"), namespace)
+        return namespace

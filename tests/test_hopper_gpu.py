@@ -1,0 +1,122 @@
+"""The Hopper backend against the oracle, on a Hopper GPU: pytest -m gpu tests/test_hopper_gpu.py"""
+
+import pytest
+import torch
+from oracle import Case, assert_rule, build, fresh_memory_is_nan
+
+from tileattn.backends import hopper
+from tileattn.reference import standard_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper._capability(torch.device("cuda", 0)) != (9, 0), reason="needs a Hopper GPU"),
+]
+
+CASES = {
+    "one_tile": {"seqlen_q": 128, "seqlen_k": 128},
+    "two_tiles": {"seqlen_q": 256, "seqlen_k": 256},
+    "many_tiles": {"batch": 3, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 16, "num_heads_k": 16},
+    "causal": {"seqlen_q": 512, "seqlen_k": 512, "causal": True},
+    "causal_many": {"batch": 3, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 16, "num_heads_k": 16, "causal": True},
+    "tails": {"seqlen_q": 333, "seqlen_k": 257},
+    "causal_tails": {"seqlen_q": 333, "seqlen_k": 333, "causal": True},
+    "more_keys": {"seqlen_q": 200, "seqlen_k": 777, "causal": True},
+    "more_queries": {"seqlen_q": 777, "seqlen_k": 200, "causal": True},
+    "one_key": {"seqlen_q": 64, "seqlen_k": 1},
+    "right_window": {"seqlen_q": 300, "seqlen_k": 300, "window": (-1, 70)},
+    "gqa": {"seqlen_q": 300, "seqlen_k": 400, "num_heads": 6, "num_heads_k": 2, "causal": True},
+    "mqa": {"seqlen_q": 300, "seqlen_k": 400, "num_heads": 5, "num_heads_k": 1},
+    "bhsd": {"seqlen_q": 300, "seqlen_k": 300, "layout": "bhsd", "causal": True},
+    "sliced": {"seqlen_q": 300, "seqlen_k": 300, "layout": "sliced"},
+    "scale": {"seqlen_q": 256, "seqlen_k": 256, "scale": 0.31},
+    "sharp": {"seqlen_q": 1024, "seqlen_k": 1024, "magnitude": 30.0},
+    "sharp_causal": {"seqlen_q": 1024, "seqlen_k": 1024, "magnitude": 30.0, "causal": True},
+}
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72))
+
+
+def expect_rule(problem, inputs) -> None:
+    with fresh_memory_is_nan():
+        found = hopper.forward(problem, inputs)
+    exact = standard_attention(problem, inputs, torch.float64)
+    low = standard_attention(problem, inputs)
+    for name in ("out", "lse"):
+        assert_rule(name, getattr(found, name), getattr(exact, name), getattr(low, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_rule(name, dims, dtype):
+    case = Case(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype).but(**CASES[name])
+    problem, inputs, _, _ = build(case, "cuda")
+    assert hopper.supports(problem) is None
+    expect_rule(problem, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("growth", [1.0, 20.0, 300.0, 3000.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_that_grow_from_block_to_block(growth, causal, dtype):
+    """The last block is visited first, so every block raises the maximum."""
+    case = Case(seqlen_q=640, seqlen_k=640, head_dim=128, head_dim_v=128, dtype=dtype, causal=causal)
+    problem, inputs, _, _ = build(case, "cuda")
+    ramp = torch.linspace(growth, 0.01, 640, device="cuda", dtype=torch.float32)[None, :, None, None]
+    expect_rule(problem, inputs._replace(k=(inputs.k * ramp).to(dtype)))
+
+
+def test_an_outlier_key():
+    problem, inputs, _, _ = build(
+        Case(seqlen_q=640, seqlen_k=640, head_dim=128, head_dim_v=128, dtype=torch.bfloat16), "cuda"
+    )
+    inputs.k[:, 200] *= 30
+    expect_rule(problem, inputs)
+
+
+def test_tensors_that_tma_cannot_address_are_copied():
+    problem, inputs, _, _ = build(
+        Case(seqlen_q=300, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=torch.bfloat16), "cuda"
+    )
+    odd = torch.empty(inputs.k.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(inputs.k.shape)
+    odd.copy_(inputs.k)
+    expect_rule(problem, inputs._replace(k=odd, v=inputs.v[:, :, :1].expand(-1, -1, 2, -1)))
+
+
+def test_repeats_are_bitwise_equal():
+    case = Case(batch=2, seqlen_q=1000, seqlen_k=1000, num_heads=16, num_heads_k=16, head_dim=128, head_dim_v=128)
+    problem, inputs, _, _ = build(case.but(dtype=torch.bfloat16, causal=True), "cuda")
+    first = hopper.forward(problem, inputs)
+    for _ in range(250):
+        again = hopper.forward(problem, inputs)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+def test_streams_do_not_share_a_counter():
+    case = Case(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads=16, num_heads_k=16, head_dim=64, head_dim_v=64)
+    problem, inputs, _, _ = build(case.but(dtype=torch.bfloat16), "cuda")
+    expected = hopper.forward(problem, inputs).out
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outs = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(hopper.forward(problem, inputs).out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_a_captured_graph_replays():
+    problem, inputs, _, _ = build(
+        Case(seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128, dtype=torch.float16), "cuda"
+    )
+    expected = hopper.forward(problem, inputs).out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hopper.forward(problem, inputs).out
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, expected)
