@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tileattn.backends.cpu import tiling, workers
-from tileattn.backends.cpu.gemm import linear
+from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LOG2E, ModifierGradients, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
 from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap, visit
@@ -170,11 +170,14 @@ class _KeyBlock:
     def __init__(self, call: _Call, heads: _Heads, cols: range, dq: Tensor, modifiers: ModifierGradients) -> None:
         self.call, self.heads, self.cols, self.dq, self.modifiers = call, heads, cols, dq, modifiers
         stack, self.dtype = heads.stack, heads.neg_lse.dtype
+        self.low = operand_dtype(call.problem.dtype)
         self.scores = Scores(stack, call.inputs, self.dtype)
         self.q, self.dout = stack.queries(call.inputs.q), stack.queries(call.dout)
-        self.k = stack.cols(stack.keys(call.inputs.k), cols, self.dtype) * self.scores.q_scale
-        self.v = stack.cols(stack.keys(call.inputs.v), cols, self.dtype).contiguous()
-        self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        k = stack.keys(call.inputs.k)
+        self.k = stack.cols(k, cols, self.low)
+        self.scaled_k = stack.cols(k, cols, self.dtype) * self.scores.q_scale
+        self.v = stack.cols(stack.keys(call.inputs.v), cols, self.dtype)
+        self.dk, self.dv = torch.zeros_like(self.scaled_k), torch.zeros_like(self.v)
 
     def run(self, blocks: Blocks) -> None:
         stack = self.heads.stack
@@ -182,8 +185,7 @@ class _KeyBlock:
             for tile in visit(self.scores.window, rows, self.cols, blocks):
                 if not self.scores.hidden(tile):
                     self._tile(tile)
-        factor = self.scores.grad_scale
-        for x, acc in ((self.call.dk, self.dk.mul_(factor * self.scores.q_scale)), (self.call.dv, self.dv)):
+        for x, acc in ((self.call.dk, self.dk.mul_(self.call.problem.scale)), (self.call.dv, self.dv)):
             if x is not None:
                 target = stack.keys(x)[..., self.cols.start : self.cols.stop, :]
                 target.copy_(acc.view(target.shape))
@@ -192,23 +194,22 @@ class _KeyBlock:
         stack, group = self.heads.stack, self.call.problem.group
         r = slice(tile.rows.start * group, tile.rows.stop * group)
         c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
-        k, v = self.k[..., c, :], self.v[..., c, :]
-        q, dout = stack.rows(self.q, tile.rows, self.dtype), stack.rows(self.dout, tile.rows, self.dtype)
+        q, dout = stack.rows(self.q, tile.rows, self.low), stack.rows(self.dout, tile.rows, self.low)
+        neg_delta, v, high_dout = self.heads.neg_delta[..., r], self.v[..., c, :], dout.to(self.dtype)
 
-        p, product = self._probabilities(tile, k, q, self.heads.neg_lse[..., r])
+        p, product = self._probabilities(tile, self.scaled_k[..., c, :], q.to(self.dtype), self.heads.neg_lse[..., r])
         keep = self.scores.keep(tile)
-        neg_delta = self.heads.neg_delta[..., r]
         if keep is None:
-            dropped, ds = p, linear(v, dout, neg_delta)
+            dropped, ds = p, linear(v, high_dout, neg_delta).mul_(p)
         else:
-            dropped, ds = p * keep, linear(v, dout).mul_(keep).add_(neg_delta[..., None, :])
+            dropped, ds = p * keep, linear(v, high_dout).mul_(keep).add_(neg_delta[..., None, :]).mul_(p)
         if self.call.dv is not None:
-            self.dv[..., c, :].add_(linear(dropped, dout.transpose(-1, -2)))
-        ds = self.scores.chain(ds.mul_(p), product, tile, self.modifiers)
+            self.dv[..., c, :].add_(linear(dropped.to(self.low), dout.transpose(-1, -2)))
+        ds = self.scores.chain(ds, product, tile, self.modifiers).to(self.low)
         if self.call.dk is not None:
             self.dk[..., c, :].add_(linear(ds, q.transpose(-1, -2)))
         if self.call.dq is not None:
-            self.dq[..., r].add_(linear(k.transpose(-1, -2), ds.transpose(-1, -2)))
+            self.dq[..., r].add_(linear(self.k[..., c, :].transpose(-1, -2), ds.transpose(-1, -2)))
 
     def _probabilities(self, tile: Tile, k: Tensor, q: Tensor, neg_lse: Tensor) -> tuple[Tensor, Tensor]:
         """P and the product q.k (its tanh, with a softcap), [*, cols, rows]."""
@@ -223,9 +224,9 @@ def _write(call: _Call, family: list[_Heads], parts: list[_Part]) -> None:
     for i, heads in enumerate(family):
         stack = heads.stack
         if call.dq is not None:
-            dq = _sum([part.dq[i] for part in parts]).mul_(Scores(stack, call.inputs, heads.neg_lse.dtype).grad_scale)
+            dq = _sum([part.dq[i] for part in parts]).mul_(call.problem.scale)
             target = stack.queries(call.dq)
-            target.copy_(dq.transpose(-1, -2).reshape(target.shape))
+            target.copy_(dq.transpose(-1, -2).contiguous().view(target.shape))
         if call.dslopes is not None:
             stack.of_heads(call.dslopes).copy_(_sum([part.dslopes[i] for part in parts]))
     dbias = [part.dbias for part in parts if part.dbias is not None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tileattn.backends.cpu import tiling, workers
-from tileattn.backends.cpu.gemm import linear
+from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LN2, LOG2E, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
 from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, visit
@@ -67,12 +67,12 @@ def _attend(inputs: Inputs, stack: Stack, blocks: Blocks, rows: range, cols: ran
     dtype = stack.problem.lse_dtype
     scores = Scores(stack, inputs, dtype)
     q = stack.rows(stack.queries(inputs.q), rows, dtype) * scores.q_scale
-    k, v = stack.keys(inputs.k), stack.keys(inputs.v)
+    k, v, v_dtype = stack.keys(inputs.k), stack.keys(inputs.v), operand_dtype(stack.problem.dtype)
     softmax = OnlineSoftmax(scores, rows, q)
     for block in cuts(cols, blocks.columns(q.shape[:-1].numel()), blocks.align):
         for tile in visit(scores.window, rows, block, blocks):
             if not scores.hidden(tile):
-                softmax.step(tile, stack.cols(k, tile.cols, dtype), stack.cols(v, tile.cols, dtype))
+                softmax.step(tile, stack.cols(k, tile.cols, dtype), stack.cols(v, tile.cols, v_dtype))
     return softmax
 
 
@@ -138,7 +138,7 @@ class OnlineSoftmax:
         keep = self.scores.keep(tile)
         if keep is not None:
             p = p * keep
-        return linear(v.transpose(-1, -2), p.transpose(-1, -2))
+        return linear(v.transpose(-1, -2), p.to(v.dtype).transpose(-1, -2))
 
     def merge(self, other: OnlineSoftmax) -> None:
         m = torch.maximum(self.m, other.m)
@@ -160,7 +160,8 @@ class OnlineSoftmax:
 
     def normalised(self) -> Tensor:
         """[*, rows, head_dim_v]; 0 where nothing was seen."""
-        return (self.acc / self.l.clamp(min=torch.finfo(self.l.dtype).tiny)[..., None, :]).transpose(-1, -2)
+        out = self.acc / self.l.clamp(min=torch.finfo(self.l.dtype).tiny)[..., None, :]
+        return out.transpose(-1, -2).contiguous()
 
     def logsumexp(self) -> Tensor:
         return (self.m + self.l.log2()) * LN2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tileattn.backends.cpu.gemm import linear
 from tileattn.backends.cpu.stacks import Stack
-from tileattn.backends.cpu.tiling import Tile, Window
+from tileattn.backends.cpu.tiling import Tile, Window, overlap
 from tileattn.philox import keep_mask
 from tileattn.problem import Inputs
 
@@ -35,16 +35,15 @@ class ModifierGradients(NamedTuple):
 
 
 class Scores:
-    """Scores of one stack. q (or k) must have been multiplied with q_scale before the product; the gradient of that
-    product is grad_scale times what `chain` returns."""
+    """Scores of one stack. q (or k) must have been multiplied with q_scale before the product."""
 
     def __init__(self, stack: Stack, inputs: Inputs, dtype: torch.dtype) -> None:
         problem = stack.problem
         self.stack, self.inputs, self.dtype = stack, inputs, dtype
         self.softcap = problem.softcap
+        # turns q.k into scores in units of log2, or, with a softcap, into the argument of its tanh
         self.q_scale = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E
         self.window = Window.of(problem, stack.seqlen_q, stack.seqlen_k)
-        self.grad_scale = problem.softcap if problem.softcap else LN2
         # nothing but the window: a shift of the rows may ride on the product
         self.plain = not (problem.softcap or problem.has_alibi or problem.has_bias or problem.has_mask)
         self.bias = None if inputs.bias is None else stack.of_heads(inputs.bias)
@@ -81,10 +80,17 @@ class Scores:
 
     def add_window(self, s: Tensor, tile: Tile) -> Tensor:
         """-inf where the window hides."""
-        return s.add_(self._window_of(tile)) if tile.partial else s
+        if tile.partial:
+            group = self.stack.problem.group
+            seeing_all = overlap(tile.rows, self.window.rows_seeing_all(tile.cols))
+            for rows in (range(tile.rows.start, seeing_all.start), range(seeing_all.stop, tile.rows.stop)):
+                if len(rows):
+                    r = slice((rows.start - tile.rows.start) * group, (rows.stop - tile.rows.start) * group)
+                    s[..., r].add_(self._window_of(Tile(rows, tile.cols, True)))
+        return s
 
     def chain(self, ds: Tensor, product: Tensor, tile: Tile, into: ModifierGradients) -> Tensor:
-        """Gradient of the scores -> gradient of the product, in place; alibi's and bias' on the way."""
+        """Gradient of the scores -> gradient of q.k * scale, in place; alibi's and bias' on the way."""
         if into.slopes is not None:
             into.slopes.sub_(self._five(ds * self._distance(tile), tile).sum((2, 3)))
         if into.bias is not None:

@@ -53,7 +53,8 @@ class Stack:
     def rows(self, queries: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
         """Some of what `queries` returned, [*, rows, dim]."""
         x = queries[..., rows.start : rows.stop, :, :].to(dtype)
-        return x.reshape(*self.lead, -1, x.shape[-1])
+        x = x.reshape(*self.lead, -1, x.shape[-1])
+        return x if self.lead else x.contiguous()
 
     def keys(self, x: Tensor) -> Tensor:
         """View of a tensor laid out like k: [seqlen_k, dim], or [batches, heads, seqlen_k, dim]."""
@@ -63,7 +64,7 @@ class Stack:
     def cols(self, keys: Tensor, cols: range, dtype: torch.dtype) -> Tensor:
         """Some of what `keys` returned, [*, cols, dim]."""
         x = keys[..., cols.start : cols.stop, :].to(dtype)
-        return x.flatten(0, 1) if self.lead else x
+        return x.flatten(0, 1) if self.lead else x.contiguous()
 
     def statistics(self, x: Tensor) -> Tensor:
         """View of a tensor laid out like lse: [seqlen_q, group], or [batches, heads, seqlen_q, group]."""

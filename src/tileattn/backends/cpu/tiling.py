@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
 
 # A float32 tile of 512 x 512 is 1 MiB, the L2 cache of a core: smaller ones lose more to calls than they gain in cache.
-BLOCKS = Blocks(rows=512, cols=512, strip=256, align=64)
+BLOCKS = Blocks(rows=1024, cols=512, strip=256, align=64)
 MIN_ROWS = 128  # rows are halved down to this when there are fewer blocks than threads
 MAX_COLS = 4096
 
@@ -57,10 +57,13 @@ class Window(NamedTuple):
         """Rows that see any of the columns, before clipping to the sequence."""
         return range(cols.start - self.shift - self.right, cols.stop - self.shift + self.left)
 
+    def rows_seeing_all(self, cols: range) -> range:
+        """Rows that see every column, before clipping to the sequence."""
+        return range(cols.stop - 1 - self.shift - self.right, cols.start - self.shift + self.left + 1)
+
     def hides_none(self, rows: range, cols: range) -> bool:
-        lowest = cols.start - (rows.stop - 1) - self.shift
-        highest = cols.stop - 1 - rows.start - self.shift
-        return -self.left <= lowest and highest <= self.right
+        seeing = self.rows_seeing_all(cols)
+        return seeing.start <= rows.start and rows.stop <= seeing.stop
 
 
 class Tile(NamedTuple):
@@ -101,5 +104,6 @@ def visit(window: Window, rows: range, cols: range, blocks: Blocks) -> Iterator[
 
 
 def overlap(a: range, b: range) -> range:
-    start = max(a.start, b.start)
+    """The part of a that is in b; if none, an empty range inside a."""
+    start = min(max(a.start, b.start), a.stop)
     return range(start, max(min(a.stop, b.stop), start))

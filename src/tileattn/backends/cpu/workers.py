@@ -15,6 +15,11 @@ import torch
 MIN_PARALLEL_WORK = 2**22  # multiply-adds; waking the workers costs about as much time as these
 
 
+# A tile is so large that malloc would return its pages to the system at every free. Having freed one larger block, it
+# keeps them.
+torch.empty(2**24, dtype=torch.uint8)
+
+
 class Job(NamedTuple):
     """Tasks that may run at once in any order, and what to do with their results, in the order of the tasks: the sum
     over tasks is therefore the same in every run."""
@@ -90,9 +95,6 @@ def _start(threads: int) -> ThreadPoolExecutor:
     ready.wait()
     # torch.set_num_threads sets this thread's number and the default of threads to come: give the default back
     torch.set_num_threads(threads)
-    # A tile is large enough for malloc to return its pages to the system at every free. Freeing a larger block once
-    # raises malloc's threshold, and tiles then reuse pages.
-    torch.empty(2**24, dtype=torch.uint8)
     return pool
 
 
