@@ -21,7 +21,7 @@ from tileattn.backends.hopper.gluon_names import (
 )
 from tileattn.backends.hopper.pipeline import make_queue, make_ring
 from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, declare_flag, reciprocal
-from tileattn.backends.hopper.schedule import locate, next_tile
+from tileattn.backends.hopper.schedule import grid_of, locate, next_tile
 from tileattn.backends.hopper.softmax import (
     NOTHING,
     exponentials,
@@ -48,6 +48,7 @@ class Mode(NamedTuple):
     STAGES: Any
     SLOTS: Any
     STAGED: Any
+    Q_IN_REGISTERS: Any
     CAUSAL: Any
     HIDES: Any
     MASKED: Any
@@ -83,12 +84,11 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
         row_k = (blocks - 1) * mode.BLOCK_N
         keys.acquire(block)
         keys.fill(block, k_desc, batch, row_k, head // grid.group)
-        queue.write(entry, tile)
-        queue.queries.fill(entry, q_desc, batch, row, head)
-        tile = next_tile(counter_ptr, grid.num_tiles)
         if block > 0:
             values.acquire(block - 1)
             values.fill(block - 1, v_desc, batch_v, row_v, head_v)
+        queue.send(entry, q_desc, batch, head, row, blocks)
+        tile = next_tile(counter_ptr, grid.num_tiles)
         batch_v = batch
         head_v = head // grid.group
         row_v = row_k
@@ -103,10 +103,19 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
         entry += 1
     values.acquire(block - 1)
     values.fill(block - 1, v_desc, batch_v, row_v, head_v)
-    queue.close(entry, tile)
+    queue.close(entry)
     keys.drain(block)
     values.drain(block)
     queue.queries.drain(entry + 1)
+
+
+@gluon.jit
+def queries(queue, entry, WARPGROUP: gl.constexpr, mode):
+    """[64, head_dim]: this warpgroup's operand of S = Q K^T."""
+    q = queue.queries.block(entry, WARPGROUP)
+    if mode.Q_IN_REGISTERS:
+        q = q.load(operand_layout(mode.BLOCK_N))
+    return q
 
 
 @gluon.jit
@@ -216,10 +225,9 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
 
     entry = grid.num_tiles * 0
     block = grid.num_tiles * 0
-    tile = queue.receive(entry)
-    batch, head, row, blocks = locate(tile, grid, mode)
+    batch, head, row, blocks = queue.receive(entry)
     keys.wait(block)
-    q = queue.queries.block(entry, WARPGROUP)
+    q = queries(queue, entry, WARPGROUP, mode)
     zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, s_layout)
     s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -229,8 +237,9 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
     block += 1
     keys.wait(block, blocks > 1)
 
-    while tile < grid.num_tiles:
-        q = queue.queries.block(entry, WARPGROUP)
+    while blocks > 0:
+        if not mode.Q_IN_REGISTERS:
+            q = queries(queue, entry, WARPGROUP, mode)
         for i in gl.static_range(1, mode.MASKED):
             column = (blocks - 1 - i) * mode.BLOCK_N
             o, m, l, p = masked_step(q, keys, values, o, m, l, p, block, i + 1 < blocks, row + offs_m, column, grid,
@@ -243,15 +252,13 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
-        tile = queue.receive(entry)
-        more = tile < grid.num_tiles
-        next_batch, next_head, next_row, blocks = locate(gl.minimum(tile, grid.num_tiles - 1), grid, mode)
-        keys.wait(block, more)
-        q = queue.queries.block(entry, WARPGROUP)
-        s, o_token = issue(q, keys, values, p, o, block, more, WARPGROUP, mode)
+        next_batch, next_head, next_row, blocks = queue.receive(entry)
+        keys.wait(block, blocks > 0)
+        q = queries(queue, entry, WARPGROUP, mode)
+        s, o_token = issue(q, keys, values, p, o, block, blocks > 0, WARPGROUP, mode)
         column = (blocks - 1) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_row + offs_m, column, grid, scale_log2, dtype, p_layout, mode)
-        o = finish(o_token, keys, values, block, more & (blocks > 1))
+        o = finish(o_token, keys, values, block, blocks > 1)
         write(o, m, l, batch, head, row + WARPGROUP * ROWS, o_desc, o_buffers.index(WARPGROUP), out_ptr, lse_ptr, grid,
               mode)  # fmt: skip
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
@@ -268,9 +275,11 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
         store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["grid"])
-def attention_forward(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, grid, scale_log2, mode):
+# Not specialised on: one kernel for all sizes.
+@gluon.jit(do_not_specialize=["right", "section"])
+def attention_forward(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, right, section, scale_log2, mode):
     declare_flag()
+    grid = grid_of(q_desc, k_desc, right, section, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
-from tileattn.backends.hopper.schedule import Grid, counter_for, section_of
+from tileattn.backends.hopper.schedule import counter_for, section_of
 from tileattn.problem import Forward, Inputs, Problem
 
 ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -28,12 +29,13 @@ class Tile(NamedTuple):
     stages: int
     slots: int
     staged: bool
+    q_in_registers: bool = False
     block_m: int = 2 * ROWS.value
 
 
 # The first that holds a problem's head dims serves it. Shared memory, 227 KB, is full in all but the first.
 TILES = (
-    Tile(64, 64, block_n=128, stages=4, slots=2, staged=True),
+    Tile(64, 64, block_n=128, stages=4, slots=2, staged=True, q_in_registers=True),
     Tile(128, 128, block_n=128, stages=2, slots=2, staged=True),
     Tile(256, 128, block_n=64, stages=2, slots=1, staged=True),
     Tile(256, 256, block_n=64, stages=2, slots=1, staged=False),
@@ -41,16 +43,15 @@ TILES = (
 
 
 class Plan(NamedTuple):
-    """Everything of a launch but the tensors: blocks and layouts of their descriptors (q, k, v, out) and scalars.
+    """Everything of a launch but the tensors: blocks and layouts of their descriptors (q, k, v, out), the scalars.
 
     kernel: holds the compiled kernel once there is one; plans that differ in sizes only share it.
     """
 
     blocks: tuple[list[int], ...]
     layouts: tuple[Any, ...]
-    grid: Grid
-    scale_log2: float
-    mode: Mode
+    scalars: tuple[int, int, float, Mode]
+    programs: int
     kernel: list[Any]
 
 
@@ -70,6 +71,7 @@ def mode_of(problem: Problem) -> Mode:
         STAGES=tile.stages,
         SLOTS=tile.slots,
         STAGED=tile.staged,
+        Q_IN_REGISTERS=tile.q_in_registers,
         CAUSAL=causal,
         HIDES=causal or p.seqlen_k % tile.block_n != 0,
         MASKED=tile.block_m // tile.block_n + (not aligned) if causal else 1,
@@ -84,20 +86,13 @@ def plan_for(problem: Problem) -> Plan:
     dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
     blocks = tuple([1, r, 1, d] for r, d in zip(rows, dims, strict=True))
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks)
-    blocks_m = -(-p.seqlen_q // tile.block_m)
-    grid = Grid(
-        num_heads=p.num_heads,
-        group=p.group,
-        seqlen_q=p.seqlen_q,
-        seqlen_k=p.seqlen_k,
-        right=p.seqlen_k - p.seqlen_q + p.window_right + 1,
-        blocks_m=blocks_m,
-        section=section_of(p) if mode.CAUSAL else 1,
-        num_heads_all=p.batch * p.num_heads,
-        num_tiles=blocks_m * p.batch * p.num_heads,
-    )
+    right = p.seqlen_k - p.seqlen_q + p.window_right + 1
+    section = section_of(p) if mode.CAUSAL else 1
+    num_tiles = -(-p.seqlen_q // tile.block_m) * p.batch * p.num_heads
+    programs = min(_num_sms(p.device), num_tiles)
     kernel = _kernel(p.device, p.dtype, tile, mode)
-    return Plan(blocks, layouts, grid, p.scale * math.log2(math.e), Mode(*map(gl.constexpr, mode)), kernel)
+    scalars = right, section, p.scale * math.log2(math.e), Mode(*map(gl.constexpr, mode))
+    return Plan(blocks, layouts, scalars, programs, kernel)
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,46 +102,62 @@ def _kernel(*compiled_for: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def addressable(x: Tensor) -> Tensor:
-    """x, or a copy where TMA cannot address it: all strides but the last must be positive multiples of 16 bytes."""
-    size = x.element_size()
-    strides = (stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
-    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in strides):
-        return x
-    return x.contiguous().clone() if x.is_contiguous() else x.contiguous()
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Strides, with any that will do along dims of size 1."""
-    return [stride if n > 1 else 8 for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+    """132, that of an H100 or H200, where there is no GPU: compiling needs none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def arguments(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counter: Tensor
 ) -> tuple[Any, ...]:
-    """What attention_forward takes."""
-    descriptors = (
-        TensorDescriptor(x, list(x.shape), _strides(x), block, layout)
-        for x, block, layout in zip((q, k, v, out), plan.blocks, plan.layouts, strict=True)
+    """What attention_forward takes. A q, k or v that TMA cannot address is copied."""
+    q_block, k_block, v_block, out_block = plan.blocks
+    q_layout, k_layout, v_layout, out_layout = plan.layouts
+    return (
+        _descriptor(q, q_block, q_layout),
+        _descriptor(k, k_block, k_layout),
+        _descriptor(v, v_block, v_layout),
+        _descriptor(out, out_block, out_layout),
+        out,
+        lse,
+        counter,
+        *plan.scalars,
     )
-    return (*descriptors, out, lse, counter, plan.grid, plan.scale_log2, plan.mode)
+
+
+class _Descriptor(TensorDescriptor):
+    def __post_init__(self) -> None:
+        """_descriptor has seen to what is checked here, in a tenth of the time."""
+
+
+def _descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
+    """TMA wants 16-byte aligned data and strides, positive ones; along a dim of size 1 any will do."""
+    shape, strides = list(x.shape), list(x.stride())
+    for i in range(3):
+        if shape[i] == 1:
+            strides[i] = 8
+    if x.data_ptr() % 16 or strides[0] % 8 or strides[1] % 8 or strides[2] % 8 or not all(strides) or strides[3] != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = list(x.stride())
+    return _Descriptor(x, shape, strides, block, layout)
 
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
-    """out, contiguous, and lse. Inputs that TMA cannot address (see addressable) are copied."""
+    """out, contiguous, and lse."""
     p = problem
-    q, k, v = map(addressable, inputs[:3])
     out = torch.empty((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype=p.dtype, device=p.device)
     lse = torch.empty((p.batch, p.num_heads, p.seqlen_q), dtype=torch.float32, device=p.device)
-    plan = plan_for(p)
-    programs = min(_num_sms(p.device), plan.grid.num_tiles)
-    with torch.cuda.device(p.device):
-        args = arguments(plan, q, k, v, out, lse, counter_for(p.device))
-        if plan.kernel:
-            plan.kernel[0][(programs, 1, 1)](*args)
-        else:
-            plan.kernel.append(attention_forward[(programs,)](*args, num_warps=4))
+    if p.device.index != torch.cuda.current_device():
+        with torch.cuda.device(p.device):
+            _launch(plan_for(p), inputs, out, lse)
+    else:
+        _launch(plan_for(p), inputs, out, lse)
     return Forward(out, lse)
+
+
+def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    stream = driver.active.get_current_stream(out.device.index)
+    args = arguments(plan, *inputs[:3], out, lse, counter_for(out.device, stream))
+    if plan.kernel:  # Triton's own look-up of the compiled kernel takes as long as all the rest
+        plan.kernel[0][(plan.programs, 1, 1)](*args, stream=stream)
+    else:
+        plan.kernel.append(attention_forward[(plan.programs,)](*args, num_warps=4))

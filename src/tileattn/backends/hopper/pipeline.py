@@ -73,42 +73,58 @@ class Ring:
 
 @aggregate
 class Queue:
-    """Tiles on their way to the warpgroups: a ring of queries, and the number of the tile that each fill belongs to."""
+    """Tiles on their way to the warpgroups: a ring of queries, and of each fill what `schedule.locate` says of its tile.
 
-    tiles: gl.shared_memory_descriptor
+    facts: [STAGES * 4, 1], int32: batch, head, first row, number of key blocks (0: there is no further tile).
+    """
+
+    facts: gl.shared_memory_descriptor
     queries: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tiles, queries):
-        self.tiles = tiles
+    def __init__(self, facts, queries):
+        self.facts = facts
         self.queries = queries
 
     @gluon.jit
-    def write(self, i, tile):
-        """Filling warp: entry i is `tile`. To be followed by the fill of the queries, or by close."""
-        self.queries.acquire(i)
-        number = gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        self.tiles.index(i % self.queries.STAGES).store(number)
+    def _put(self, i, FACT: gl.constexpr, value):
+        one_warp: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.facts.index(i % self.queries.STAGES * 4 + FACT).store(gl.full([1], value, gl.int32, one_warp))
 
     @gluon.jit
-    def close(self, i, tile):
-        """Filling warp: a last entry, with no queries."""
-        self.write(i, tile)
+    def _get(self, i, FACT: gl.constexpr):
+        one_warpgroup: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.max(self.facts.index(i % self.queries.STAGES * 4 + FACT).load(one_warpgroup), 0)
+
+    @gluon.jit
+    def send(self, i, q_desc, batch, head, row, blocks):
+        """Filling warp: entry i."""
+        self.queries.acquire(i)
+        self._put(i, 0, batch)
+        self._put(i, 1, head)
+        self._put(i, 2, row)
+        self._put(i, 3, blocks)
+        self.queries.fill(i, q_desc, batch, row, head)
+
+    @gluon.jit
+    def close(self, i):
+        """Filling warp: entry i says that there is no further tile."""
+        self.queries.acquire(i)
+        self._put(i, 3, 0)
         mbarrier.arrive(self.queries.landed.index(i % self.queries.STAGES), count=1)
 
     @gluon.jit
     def receive(self, i):
-        """Reader: wait for entry i and return its tile."""
+        """Reader: wait for entry i, and return batch, head, row and blocks."""
         self.queries.wait(i)
-        number = self.tiles.index(i % self.queries.STAGES).load(gl.BlockedLayout([1], [32], [4], [0]))
-        return gl.max(number, 0)
+        return self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3)
 
 
 @gluon.jit
 def make_queue(q_desc, SLOTS: gl.constexpr, PARTS: gl.constexpr, EMPTIED: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
-    return Queue(tiles, make_ring(q_desc, SLOTS, PARTS, EMPTIED))
+    facts = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], layout)
+    return Queue(facts, make_ring(q_desc, SLOTS, PARTS, EMPTIED))
 
 
 @gluon.jit

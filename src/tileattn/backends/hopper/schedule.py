@@ -18,17 +18,36 @@ from tileattn.problem import Problem
 
 
 class Grid(NamedTuple):
-    """Sizes that a kernel needs. Row r of a sequence sees columns below r + right (and below seqlen_k)."""
+    """Sizes of a call. Row r of a sequence sees columns below r + right (and below seqlen_k)."""
 
     num_heads: Any
     group: Any
     seqlen_q: Any
     seqlen_k: Any
     right: Any
-    blocks_m: Any  # tiles a head
-    section: Any  # heads a section
-    num_heads_all: Any  # heads of all batches
+    section: Any  # heads that are worked on together
+    all_heads: Any  # of all batches
+    blocks_m: Any  # tiles of a head
     num_tiles: Any
+
+
+@gluon.jit
+def grid_of(q_desc, k_desc, right, section, mode):
+    batch = q_desc.shape[0]
+    seqlen_q = q_desc.shape[1]
+    num_heads = q_desc.shape[2]
+    blocks_m = (seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M
+    return Grid(
+        num_heads,
+        num_heads // k_desc.shape[2],
+        seqlen_q,
+        k_desc.shape[1],
+        right,
+        section,
+        batch * num_heads,
+        blocks_m,
+        batch * num_heads * blocks_m,
+    )
 
 
 @gluon.jit
@@ -36,7 +55,7 @@ def locate(tile, grid, mode):
     """Tile number -> batch, head, first row, number of key blocks (the last of which comes first)."""
     per_section = grid.section * grid.blocks_m
     first_head = tile // per_section * grid.section
-    heads = gl.minimum(grid.section, grid.num_heads_all - first_head)
+    heads = gl.minimum(grid.section, grid.all_heads - first_head)
     within = tile % per_section
     block_m = within // heads
     head = first_head + within % heads
@@ -72,11 +91,11 @@ def section_of(problem: Problem) -> int:
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def counter_for(device: torch.device) -> Tensor:
+def counter_for(device: torch.device, stream: int) -> Tensor:
     """A counter at 0 that no launch in flight uses: each stream has its own, and so has each captured launch."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, stream
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]
