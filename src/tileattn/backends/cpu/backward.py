@@ -173,11 +173,10 @@ class _KeyBlock:
         self.low = operand_dtype(call.problem.dtype)
         self.scores = Scores(stack, call.inputs, self.dtype)
         self.q, self.dout = stack.queries(call.inputs.q), stack.queries(call.dout)
-        k = stack.keys(call.inputs.k)
-        self.k = stack.cols(k, cols, self.low)
-        self.scaled_k = stack.cols(k, cols, self.dtype) * self.scores.q_scale
-        self.v = stack.cols(stack.keys(call.inputs.v), cols, self.dtype)
-        self.dk, self.dv = torch.zeros_like(self.scaled_k), torch.zeros_like(self.v)
+        k, v = stack.keys(call.inputs.k), stack.keys(call.inputs.v)
+        self.k, self.v = stack.cols(k, cols, self.dtype), stack.cols(v, cols, self.dtype)
+        self.low_k = stack.cols(k, cols, self.low)
+        self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
 
     def run(self, blocks: Blocks) -> None:
         stack = self.heads.stack
@@ -194,22 +193,23 @@ class _KeyBlock:
         stack, group = self.heads.stack, self.call.problem.group
         r = slice(tile.rows.start * group, tile.rows.stop * group)
         c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
-        q, dout = stack.rows(self.q, tile.rows, self.low), stack.rows(self.dout, tile.rows, self.low)
-        neg_delta, v, high_dout = self.heads.neg_delta[..., r], self.v[..., c, :], dout.to(self.dtype)
+        low_q, low_dout = stack.rows(self.q, tile.rows, self.low), stack.rows(self.dout, tile.rows, self.low)
+        q, dout = low_q.to(self.dtype) * self.scores.q_scale, low_dout.to(self.dtype)
+        v, neg_delta = self.v[..., c, :], self.heads.neg_delta[..., r]
 
-        p, product = self._probabilities(tile, self.scaled_k[..., c, :], q.to(self.dtype), self.heads.neg_lse[..., r])
+        p, product = self._probabilities(tile, self.k[..., c, :], q, self.heads.neg_lse[..., r])
         keep = self.scores.keep(tile)
         if keep is None:
-            dropped, ds = p, linear(v, high_dout, neg_delta).mul_(p)
+            dropped, ds = p, linear(v, dout, neg_delta).mul_(p)
         else:
-            dropped, ds = p * keep, linear(v, high_dout).mul_(keep).add_(neg_delta[..., None, :]).mul_(p)
+            dropped, ds = p * keep, linear(v, dout).mul_(keep).add_(neg_delta[..., None, :]).mul_(p)
         if self.call.dv is not None:
-            self.dv[..., c, :].add_(linear(dropped.to(self.low), dout.transpose(-1, -2)))
+            self.dv[..., c, :].add_(linear(dropped.to(self.low), low_dout.transpose(-1, -2)))
         ds = self.scores.chain(ds, product, tile, self.modifiers).to(self.low)
         if self.call.dk is not None:
-            self.dk[..., c, :].add_(linear(ds, q.transpose(-1, -2)))
+            self.dk[..., c, :].add_(linear(ds, low_q.transpose(-1, -2)))
         if self.call.dq is not None:
-            self.dq[..., r].add_(linear(self.k[..., c, :].transpose(-1, -2), ds.transpose(-1, -2)))
+            self.dq[..., r].add_(linear(self.low_k[..., c, :].transpose(-1, -2), ds.transpose(-1, -2)))
 
     def _probabilities(self, tile: Tile, k: Tensor, q: Tensor, neg_lse: Tensor) -> tuple[Tensor, Tensor]:
         """P and the product q.k (its tanh, with a softcap), [*, cols, rows]."""

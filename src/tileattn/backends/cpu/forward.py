@@ -32,7 +32,7 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     lse = q.new_empty(shape, dtype=problem.lse_dtype)
     todo, threads = stacks(problem, inputs)
     blocks = tiling.BLOCKS
-    while _count(todo, blocks) < 2 * threads and blocks.rows > tiling.MIN_ROWS:
+    while 1 < threads > _count(todo, blocks) / 2 and blocks.rows > tiling.MIN_ROWS:
         blocks = blocks._replace(rows=blocks.rows // 2)
     splits = max(threads // max(_count(todo, blocks), 1), 1)
     jobs = []
