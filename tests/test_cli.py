@@ -50,7 +50,8 @@ def test_explain_computes_nothing(capsys):
         (["explain", "--window", "-5", "0"], "left must be >= -1"),
         (["explain", "--backend", "abacus"], "abacus"),
         (["explain", "--device", "abacus"], "abacus"),
-        (["bench", "--softcap", "-1"], "softcap"),
+        (["bench", "--softcap", "-1", "--device", "cpu"], "softcap"),
+        (["bench", "--device", "abacus"], "--device abacus: "),
         (["demo", "--tokens", "9000"], "8192"),
         (["demo", "--document", "no/such/file"], "--document no/such/file: No such file"),
     ],
@@ -129,7 +130,7 @@ def small_model(monkeypatch):
         )  # fmt: skip
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
-        return wrapped, config
+        return demo.Model(folder, wrapped, config)
 
     monkeypatch.setattr(demo, "unpack", unpack)
     monkeypatch.setattr(demo, "require_packages", lambda: Path("model.gguf"))
@@ -159,14 +160,20 @@ def test_demo_with_the_real_model(tmp_path, capsys):
     assert "All three write the same" in capsys.readouterr().out
 
 
-def test_demo_reports_what_differs():
-    same = {"loss": 2.5, "tokens": [1, 2]}
-    results = {"standard": same, "sdpa": same, "tileattn": {"loss": 2.51, "tokens": [1, 3]}}
-    loss, text = demo.differences(results, "float32")
-    assert loss == "tileattn: loss 2.510000, standard attention has 2.500000"
-    assert text.startswith("tileattn: wrote another text")
-    assert demo.differences(results | {"tileattn": same}, "float32") == []
-    assert len(demo.differences(results | {"tileattn": {"loss": float("nan"), "tokens": [1, 2]}}, "float32")) == 1
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, []),
+        ({"loss": 2.50001}, []),
+        ({"loss": 2.51}, ["tileattn: loss 2.510000, standard attention has 2.500000"]),
+        ({"loss": float("nan")}, ["tileattn: loss nan, standard attention has 2.500000"]),
+        ({"tokens": [1, 2, 4]}, []),  # the two best tokens were equally likely but for rounding
+        ({"tokens": [1, 3, 3]}, ["tileattn: writes another text than standard attention from token 1 on"]),
+    ],
+)
+def test_demo_reports_what_differs_beyond_rounding(changed, expected):
+    same = {"loss": 2.5, "tokens": [1, 2, 3], "margins": [0.7, 0.2, 1e-5]}
+    assert demo.differences({"standard": same, "sdpa": same, "tileattn": same | changed}, "float32") == expected
 
 
 def test_progress_is_drawn_on_a_terminal_only(capsys, monkeypatch):

@@ -55,6 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    shapes.require_available(args.device)
     directions = ("forward", "backward") if args.backward else ("forward",)
     rows: list[dict[str, Any]] = []
     with Progress(len(args.seqlen) * len(directions)) as progress:

@@ -64,19 +64,20 @@ def _loss(model: Any, hidden: Tensor, tokens: Tensor) -> float:
 
 @torch.inference_mode()
 def write(count: int, stop: int | None) -> dict[str, Any]:
-    """Continue what was read, greedily: {tokens: at most `count`, up to the token `stop`; seconds}."""
+    """Continue what was read, greedily: {tokens: at most `count`, up to the token `stop`; margins: by how much each
+    one's logit was above the next best; seconds_per_token}."""
     model, cache, hidden = _state["model"], _state.pop("cache"), _state.pop("hidden")
-    written: list[int] = []
+    tokens: list[int] = []
+    margins: list[float] = []
     start = time.perf_counter()
     while True:
-        token = model.lm_head(hidden[:, -1]).argmax(-1)
-        if token.item() == stop:
+        best = model.lm_head(hidden[:, -1]).float().topk(2)
+        tokens.append(int(best.indices[0, 0]))
+        margins.append(float(best.values[0, 0] - best.values[0, 1]))
+        if tokens[-1] == stop or len(tokens) == count:
             break
-        written.append(int(token))
-        if len(written) == count:
-            break
-        hidden = model.model(token[:, None], past_key_values=cache).last_hidden_state
-    return {"tokens": written, "seconds": time.perf_counter() - start}
+        hidden = model.model(best.indices[:, :1], past_key_values=cache).last_hidden_state
+    return {"tokens": tokens, "margins": margins, "seconds_per_token": (time.perf_counter() - start) / len(tokens)}
 
 
 @torch.inference_mode()

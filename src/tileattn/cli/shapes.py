@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
+
+from tileattn.cli.console import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -14,6 +17,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return value
+
+
+def add_device(parser: Any) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help=f"cpu, cuda, cuda:1, ... (default here: {default})")
+
+
+def require_available(device: str) -> None:
+    """Raise UserError unless something can be computed on the device."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch built without the device
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,30 +19,33 @@ def attention_scaling(scaling: Mapping[str, Sequence[Mapping[str, Any]]], subtit
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("Attention over sequence length\n", fontsize=14, fontweight="bold")
     figure.text(0.5, 0.925, subtitle, ha="center", fontsize=9.5, color="#555555")
-    panels = (("seconds", "time", _seconds), ("peak_bytes", "peak memory, output included", _bytes))
-    for axes, (key, title, written) in zip(figure.subplots(1, 2), panels, strict=True):
+    panels = (("seconds", "time", 10, _seconds), ("peak_bytes", "peak memory, output included", 4, format_bytes))
+    for axes, (key, title, base, written) in zip(figure.subplots(1, 2), panels, strict=True):
         for name, rows in scaling.items():
-            axes.plot(
-                [row["seqlen"] for row in rows],
-                [row[key] for row in rows],
-                marker="o",
-                markersize=5,
-                linewidth=2,
+            x, y = [row["seqlen"] for row in rows], [row[key] for row in rows]
+            axes.plot(x, y, marker="o", markersize=5, linewidth=2, color=COLOURS[name], label=LABELS[name])
+            axes.annotate(
+                written(y[-1]),
+                (x[-1], y[-1]),
+                xytext=(8, 0),
+                textcoords="offset points",
+                va="center",
                 color=COLOURS[name],
-                label=LABELS[name],
             )
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=base)
         axes.set_title(title, fontsize=12)
         axes.set_xlabel("tokens")
+        axes.margins(x=0.16)
+        axes.xaxis.set_major_locator(FixedLocator(sorted({row["seqlen"] for rows in scaling.values() for row in rows})))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        axes.yaxis.set_major_formatter(FuncFormatter(written))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _, written=written: written(y)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(which="major", color="#e4e4e4")
         axes.set_axisbelow(True)
@@ -51,9 +54,5 @@ def attention_scaling(scaling: Mapping[str, Sequence[Mapping[str, Any]]], subtit
     figure.savefig(path, dpi=140)
 
 
-def _seconds(value: float, _: object) -> str:
-    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
-
-
-def _bytes(value: float, _: object) -> str:
-    return format_bytes(value)
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
