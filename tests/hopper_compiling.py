@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from tileattn.backends.hopper.forward import attention_forward
 from tileattn.backends.hopper.launch import arguments, plan_for
-from tileattn.problem import Problem
+from tileattn.problem import Inputs, Problem
 
 
 class Compiled(NamedTuple):
@@ -49,23 +49,25 @@ class _Driver:
         return True
 
 
-def problem_of(
-    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: bool
-) -> tuple[Problem, list[torch.Tensor]]:
+def call_of(
+    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, **options: Any
+) -> tuple[Problem, Inputs]:
     q, k, v = (
         torch.empty(1, n, 2, d, dtype=dtype)
         for n, d in ((seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, head_dim_v))
     )
-    problem, _ = Problem.of(q, k, v, causal=causal)
-    out = torch.empty(1, seqlen_q, 2, head_dim_v, dtype=dtype)
-    return problem, [q, k, v, out, torch.empty(1, 2, seqlen_q), torch.zeros(1, dtype=torch.int32)]
+    return Problem.of(q, k, v, **options)
 
 
-def compile_forward(problem: Problem, tensors: list[torch.Tensor]) -> Compiled:
+def compile_forward(problem: Problem, inputs: Inputs) -> Compiled:
+    out = torch.empty(1, problem.seqlen_q, 2, problem.head_dim_v, dtype=problem.dtype)
+    lse, counter = torch.empty(1, 2, problem.seqlen_q), torch.zeros(1, dtype=torch.int32)
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver())
     try:
-        kernel = attention_forward.warmup(*arguments(plan_for(problem), *tensors), grid=(1,), num_warps=4)
+        kernel = attention_forward.warmup(
+            *arguments(plan_for(problem), inputs, out, lse, counter), grid=(1,), num_warps=4
+        )
     finally:
         triton.runtime.driver._active = before
     return _read(kernel)
@@ -95,36 +97,3 @@ def _read(kernel: Any) -> Compiled:
         warnings=re.findall(r".*(?:C75\d\d|[Pp]otential).*", said.stderr),
         ptx=ptx,
     )
-
-
-if __name__ == "__main__":
-    import itertools
-    import sys
-    import time
-
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    for dims, kind, name in itertools.product(
-        ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "tail", "causal", "offset"), dtypes
-    ):
-        seqlen_k = {"full": 256, "tail": 250, "causal": 256, "offset": 300}[kind]
-        start = time.time()
-        c = compile_forward(*problem_of(256, seqlen_k, *dims, dtypes[name], kind in ("causal", "offset")))
-        print(
-            dims,
-            kind,
-            name,
-            "spills",
-            c.spills,
-            "shared",
-            c.shared,
-            "HGMMA",
-            c.count("HGMMA"),
-            "waits",
-            c.count("WARPGROUP.DEPBAR"),
-            "EX2",
-            c.count("MUFU.EX2"),
-            c.warnings,
-            f"{time.time() - start:.1f}s",
-            file=sys.stdout,
-            flush=True,
-        )

@@ -1,8 +1,8 @@
 """Runs the Hopper kernel's own source on a CPU: one thread a partition, memory and products as late as they may be.
 
-Triton's modules are replaced by the few names below. Loads write NaN at once and their data after a while; a product
-reads its shared memory when it is waited for, a store when its buffer is about to be used again. So a wait that is
-missing or a release that is early shows as a wrong result, a barrier that nobody completes as a deadlock.
+Triton's modules are replaced by the few names below. A load writes NaN at once and its data when no partition can go
+on without; a product reads its shared memory when it is waited for, a store when its buffer is about to be used again.
+So a missing wait or an early release shows as a wrong result, a barrier that nobody completes as a deadlock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import random
 import threading
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from tileattn.backends.hopper.launch import mode_of, plan_for
+from tileattn.problem import Forward, Inputs, Problem
 
 PACKAGE = "tileattn.backends.hopper"
 _here = threading.local()  # of a partition: name, threads, products and stores in flight
@@ -74,7 +76,7 @@ class Machine:
         self.random = random.Random(seed)
         self.live = 0
         self.waiting: list[Callable[[], bool]] = []
-        self.in_flight = 0
+        self.loads: list[Callable[[], None]] = []  # in flight; one lands when no partition can go on without
         self.fault: str | None = None
         self.barriers: dict[int, list[int]] = {}  # named barrier -> [arrived threads, generation]
 
@@ -82,8 +84,11 @@ class Machine:
         with self.changed:
             self.waiting.append(ready)
             while not ready():
-                stuck = self.in_flight == 0 and len(self.waiting) == self.live
-                if stuck and not any(other() for other in self.waiting):
+                if len(self.waiting) == self.live and not any(other() for other in self.waiting):
+                    if self.loads:
+                        self.loads.pop(self.random.randrange(len(self.loads)))()
+                        self.changed.notify_all()
+                        continue
                     self.fail(f"deadlock: {_here.name} waits for {what}")
                 if self.fault is not None:
                     raise FaultError(self.fault)
@@ -98,20 +103,6 @@ class Machine:
         with self.changed:
             self.live -= 1
             self.changed.notify_all()
-
-    def later(self, action: Callable[[], None]) -> None:
-        with self.changed:
-            self.in_flight += 1
-            delay = self.random.random() * 0.002
-
-        def run() -> None:
-            time.sleep(delay)
-            with self.changed:
-                action()
-                self.in_flight -= 1
-                self.changed.notify_all()
-
-        threading.Thread(target=run, daemon=True).start()
 
     def arrive(self, barrier: int, threads: int) -> tuple[list[int], int]:
         """Arrive at a named barrier with all of this partition's threads."""
@@ -248,7 +239,8 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             block.data[theirs] = desc.data[ours]
             barrier.complete(desc.block_type.nbytes)
 
-        machine.later(land)
+        with machine.changed:
+            machine.loads.append(land)
 
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
         _here.stores.append((desc, at, block))
@@ -309,6 +301,8 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         sum=lambda x, axis: tile(np.sum(x, axis)),
         exp2=lambda x: tile(np.exp2(np.asarray(x, np.float32))),
         log=lambda x: tile(np.log(x)),
+        abs=lambda x: tile(np.abs(x)),
+        load=lambda pointer: pointer.data.reshape(-1)[int(pointer.offset)],
         convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate,
         atomic_add=atomic_add,
@@ -413,15 +407,33 @@ class Kernel:
             assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"
             self.sources[name] = self.sources[name].replace(old, new)
 
-    def launch(self, programs: int, *args: Any, seed: int = 0) -> None:
-        """attention_forward(*args) on this many programs, one after the other."""
+    def forward(self, problem: Problem, inputs: Inputs, programs: int = 3, seed: int = 0) -> Forward:
+        """The backend's forward, on this many programs, one after the other."""
+        plan, tile = plan_for(problem), mode_of(problem)
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
+        out = np.full((*inputs.q.shape[:3], problem.head_dim_v), np.nan, np.float32)
+        lse = np.full((problem.batch, problem.num_heads, problem.seqlen_q), np.nan, np.float32)
+        counter = np.zeros(1, int)
+        tensors = (*(x.float().numpy() for x in inputs[:3]), out)
+        slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
+        if slopes is not None:
+            slopes = slopes.expand(problem.batch, -1).contiguous()
         for program in range(programs):
-            machine = Machine(seed + program)
-            module = self._load("forward", _triton(machine, program, programs))
-            module["attention_forward"](*args)
-
-    def module(self, name: str) -> dict[str, Any]:
-        return self._load(name, _triton(Machine(0), 0, 1))
+            modules = _triton(Machine(seed + program), program, programs)
+            kernel = self._load("forward", modules)
+            modifiers = modules[f"{PACKAGE}.softmax"].Modifiers(
+                *plan.scales, *(None if x is None else Pointer(x.numpy()) for x in (slopes, sink))
+            )
+            kernel["attention_forward"](
+                *(Descriptor(x, b[1], b[3], dtype) for x, b in zip(tensors, plan.blocks, strict=True)),
+                *map(Pointer, (out, lse, counter)),
+                *map(Scalar, plan.sizes),
+                modifiers,
+                kernel["Mode"](*tile),
+            )
+        if counter[0] != 0:
+            raise FaultError(f"the tile counter is left at {counter[0]}")
+        return Forward(torch.from_numpy(out).to(problem.dtype), torch.from_numpy(lse))
 
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
         def load(wanted: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:

@@ -49,12 +49,8 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
 def _modifiers(p: Problem) -> str | None:
     present = {
         "varlen": p.varlen,
-        "a window with a left bound": p.window_left >= 0,
-        "softcap": p.softcap != 0.0,
         "bias": p.has_bias,
         "mask": p.has_mask,
-        "alibi_slopes": p.has_alibi,
-        "sink": p.has_sink,
         "dropout": p.dropout_p > 0.0,
     }
     names = [name for name, there in present.items() if there]

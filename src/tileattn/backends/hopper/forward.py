@@ -28,8 +28,11 @@ from tileattn.backends.hopper.softmax import (
     headroom_of,
     hide,
     limit_of,
+    modify,
     raised,
     scale_rows,
+    slope_of,
+    with_sink,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -39,8 +42,8 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 class Mode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    MASKED: how many of a tile's blocks may hide scores; they come first. HIDES: whether they do. CAUSAL: rows differ in
-    what they see. SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory.
+    SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory. BARRIERS: the first named barrier.
+    CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
     BLOCK_M: Any
@@ -49,10 +52,14 @@ class Mode(NamedTuple):
     SLOTS: Any
     STAGED: Any
     Q_IN_REGISTERS: Any
+    BARRIERS: Any
     CAUSAL: Any
+    LEFT: Any
     HIDES: Any
     MASKED: Any
-    BARRIERS: Any
+    SOFTCAP: Any
+    ALIBI: Any
+    SINK: Any
 
 
 @gluon.constexpr_function
@@ -80,20 +87,20 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
     head_v = grid.num_tiles * 0
     row_v = grid.num_tiles * 0
     while tile < grid.num_tiles:
-        batch, head, row, blocks = locate(tile, grid, mode)
-        row_k = (blocks - 1) * mode.BLOCK_N
+        work = locate(tile, grid, mode)
+        row_k = (work.end - 1) * mode.BLOCK_N
         keys.acquire(block)
-        keys.fill(block, k_desc, batch, row_k, head // grid.group)
+        keys.fill(block, k_desc, work.batch, row_k, work.head // grid.group)
         if block > 0:
             values.acquire(block - 1)
             values.fill(block - 1, v_desc, batch_v, row_v, head_v)
-        queue.send(entry, q_desc, batch, head, row, blocks)
+        queue.send(entry, work, q_desc)
         tile = next_tile(counter_ptr, grid.num_tiles)
-        batch_v = batch
-        head_v = head // grid.group
+        batch_v = work.batch
+        head_v = work.head // grid.group
         row_v = row_k
         block += 1
-        for _ in range(1, blocks):
+        for _ in range(1, work.blocks):
             keys.acquire(block)
             keys.fill(block, k_desc, batch_v, row_v - mode.BLOCK_N, head_v)
             values.acquire(block - 1)
@@ -149,71 +156,76 @@ def finish(o_token, keys, values, block, more):
 
 
 @gluon.jit
-def masked_step(q, keys, values, o, m, l, p, block, more, rows, column, grid, scale_log2, dtype: gl.constexpr,
-                WARPGROUP: gl.constexpr, mode):  # fmt: skip
+def masked_step(
+    q, keys, values, state, block, more, rows, column, slope, grid, modifiers, WARPGROUP: gl.constexpr, mode
+):
     """A further block that may hide scores: with the running maximum."""
+    o, m, l, p = state
+    dtype: gl.constexpr = p.dtype
     s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
+    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
-    m, alpha = raised(m, s, scale_log2, dtype)
-    p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+    m, alpha = raised(m, s, unit, dtype)
+    p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     l = scale_rows(l, alpha) + parts
     o = finish(o_token, keys, values, block, more)
     return scale_rows(o, alpha), m, l, p
 
 
 @gluon.jit
-def step(q, keys, values, o, m, l, p, block, more, scale_log2, dtype: gl.constexpr, WARPGROUP: gl.constexpr, mode):
+def step(q, keys, values, state, block, more, rows, column, slope, grid, modifiers, WARPGROUP: gl.constexpr, mode):
     """A block that all rows see whole."""
+    o, m, l, p = state
+    dtype: gl.constexpr = p.dtype
     s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
-    p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
+    p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
     o = finish(o_token, keys, values, block, more)
     if too_large != 0:
-        m, alpha = raised(m, s, scale_log2, dtype)
-        p, parts = exponentials(s, m, scale_log2, dtype, operand_layout(o.shape[1]))
+        m, alpha = raised(m, s, unit, dtype)
+        p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
         l = scale_rows(l, alpha)
         o = scale_rows(o, alpha)
     return o, m, l + parts, p
 
 
 @gluon.jit
-def begin(s, rows, column, grid, scale_log2, dtype: gl.constexpr, p_layout: gl.constexpr, mode):
+def begin(s, rows, column, slope, grid, modifiers, dtype: gl.constexpr, p_layout: gl.constexpr, mode):
     """m, row parts and p of a tile's first block."""
+    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
     if mode.HIDES:
         s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
-    m = gl.maximum(gl.max(s, 1) * scale_log2 + headroom_of(dtype), NOTHING)
-    p, parts = exponentials(s, m, scale_log2, dtype, p_layout)
+    m = gl.maximum(gl.max(s, 1) * unit + headroom_of(dtype), NOTHING)
+    p, parts = exponentials(s, m, unit, dtype, p_layout)
     return m, parts, p
 
 
 @gluon.jit
-def write(o, m, l, batch, head, first_row, o_desc, o_buffer, out_ptr, lse_ptr, grid, mode):
-    """Divide O by the row sums; O leaves through shared memory, LSE directly."""
-    total = gl.sum(l, 1)
-    inverse = gl.where(total == 0.0, 0.0, reciprocal(total))
-    o = scale_rows(o, inverse)
+def write(o, m, l, work, rows, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, WARPGROUP: gl.constexpr, mode):
+    """Divide O by the row sums; O leaves through shared memory where there is room for it, LSE directly."""
+    m, total, factor = with_sink(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), work, modifiers, mode)
+    o = scale_rows(o, gl.where(total == 0.0, 0.0, factor * reciprocal(total)))
     if mode.STAGED:
+        buffer = o_buffers.index(WARPGROUP)
         store_wait(0)  # the tile before has left the buffer
-        o_buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
+        buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
         fence_async_shared()
-        tma_store(o_desc, [batch, first_row, head, 0], o_buffer)
+        tma_store(o_desc, [work.batch, work.row + WARPGROUP * ROWS, work.head, 0], buffer)
     else:
-        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
+        out_rows = gl.convert_layout(rows, gl.SliceLayout(1, o.type.layout))
         columns = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-        row_at = (batch.to(gl.int64) * grid.seqlen_q + rows) * grid.num_heads + head
-        inside = (rows < grid.seqlen_q)[:, None] & (columns < o_desc.shape[3])[None, :]
-        gl.store(out_ptr + row_at[:, None] * o_desc.shape[3] + columns[None, :], o.to(o_desc.dtype), mask=inside)
+        at = (work.batch.to(gl.int64) * grid.seqlen_q + out_rows) * grid.num_heads + work.head
+        inside = (out_rows < grid.seqlen_q)[:, None] & (columns < o_desc.shape[3])[None, :]
+        gl.store(out_ptr + at[:, None] * o_desc.shape[3] + columns[None, :], o.to(o_desc.dtype), mask=inside)
     # After the fence, which would wait for this store.
-    layout: gl.constexpr = m.type.layout
-    total = gl.convert_layout(total, layout)
     lse = gl.where(total == 0.0, float("-inf"), m * LN_2 + gl.log(total))
-    rows = first_row + gl.arange(0, ROWS, layout)
-    at = (batch.to(gl.int64) * grid.num_heads + head) * grid.seqlen_q + rows
+    at = (work.batch.to(gl.int64) * grid.num_heads + work.head) * grid.seqlen_q + rows
     gl.store(lse_ptr + at, lse, mask=rows < grid.seqlen_q)
 
 
 @gluon.jit
-def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode):
+def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode):
     """A warpgroup: 64 rows of every tile that the queue brings."""
     dtype: gl.constexpr = o_desc.dtype
     DIM_V: gl.constexpr = o_desc.block_type.shape[3]
@@ -225,48 +237,54 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
 
     entry = grid.num_tiles * 0
     block = grid.num_tiles * 0
-    batch, head, row, blocks = queue.receive(entry)
+    work = queue.receive(entry)
+    slope = slope_of(work, grid, modifiers, mode)
     keys.wait(block)
     q = queries(queue, entry, WARPGROUP, mode)
     zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, s_layout)
     s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_token,))
     keys.release(block)
-    m, l, p = begin(s, row + offs_m, (blocks - 1) * mode.BLOCK_N, grid, scale_log2, dtype, p_layout, mode)
+    rows = work.row + offs_m
+    column = (work.end - 1) * mode.BLOCK_N
+    m, l, p = begin(s, rows, column, slope, grid, modifiers, dtype, p_layout, mode)
     o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
     block += 1
-    keys.wait(block, blocks > 1)
+    keys.wait(block, work.blocks > 1)
 
-    while blocks > 0:
+    while work.blocks > 0:
         if not mode.Q_IN_REGISTERS:
             q = queries(queue, entry, WARPGROUP, mode)
         for i in gl.static_range(1, mode.MASKED):
-            column = (blocks - 1 - i) * mode.BLOCK_N
-            o, m, l, p = masked_step(q, keys, values, o, m, l, p, block, i + 1 < blocks, row + offs_m, column, grid,
-                                     scale_log2, dtype, WARPGROUP, mode)  # fmt: skip
+            column -= mode.BLOCK_N
+            o, m, l, p = masked_step(q, keys, values, (o, m, l, p), block, i + 1 < work.blocks, rows, column, slope,
+                                     grid, modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        for i in range(mode.MASKED, blocks):
-            o, m, l, p = step(q, keys, values, o, m, l, p, block, i + 1 < blocks, scale_log2, dtype, WARPGROUP, mode)
+        for i in range(mode.MASKED, work.blocks):
+            column -= mode.BLOCK_N
+            advance: gl.constexpr = masked_step if mode.LEFT else step
+            o, m, l, p = advance(q, keys, values, (o, m, l, p), block, i + 1 < work.blocks, rows, column, slope, grid,
+                                 modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
         queue.queries.release(entry)
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
-        next_batch, next_head, next_row, blocks = queue.receive(entry)
-        keys.wait(block, blocks > 0)
+        next_work = queue.receive(entry)
+        slope = slope_of(next_work, grid, modifiers, mode)
+        keys.wait(block, next_work.blocks > 0)
         q = queries(queue, entry, WARPGROUP, mode)
-        s, o_token = issue(q, keys, values, p, o, block, blocks > 0, WARPGROUP, mode)
-        column = (blocks - 1) * mode.BLOCK_N
-        next_m, next_l, p = begin(s, next_row + offs_m, column, grid, scale_log2, dtype, p_layout, mode)
-        o = finish(o_token, keys, values, block, blocks > 1)
-        write(o, m, l, batch, head, row + WARPGROUP * ROWS, o_desc, o_buffers.index(WARPGROUP), out_ptr, lse_ptr, grid,
-              mode)  # fmt: skip
+        s, o_token = issue(q, keys, values, p, o, block, next_work.blocks > 0, WARPGROUP, mode)
+        next_rows = next_work.row + offs_m
+        column = (next_work.end - 1) * mode.BLOCK_N
+        next_m, next_l, p = begin(s, next_rows, column, slope, grid, modifiers, dtype, p_layout, mode)
+        o = finish(o_token, keys, values, block, next_work.blocks > 1)
+        write(o, m, l, work, rows, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, WARPGROUP, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
-        batch = next_batch
-        head = next_head
-        row = next_row
+        work = next_work
+        rows = next_rows
         block += 1
     queue.queries.release(entry)
     if WARPGROUP == 0:
@@ -275,11 +293,13 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
         store_wait(0)
 
 
-# Not specialised on: one kernel for all sizes.
-@gluon.jit(do_not_specialize=["right", "section"])
-def attention_forward(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, right, section, scale_log2, mode):
+# Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
+@gluon.jit(do_not_specialize=["left", "right", "section"])
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, left, right, section, modifiers, mode
+):
     declare_flag()
-    grid = grid_of(q_desc, k_desc, right, section, mode)
+    grid = grid_of(q_desc, k_desc, left, right, section, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
@@ -293,8 +313,8 @@ def attention_forward(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode)),
-            (attend, (1, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, scale_log2, mode)),
+            (attend, (0, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode)),
+            (attend, (1, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode)),
             (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode)),
         ],
         [4, 1],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from triton.runtime import driver
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
 from tileattn.backends.hopper.schedule import counter_for, section_of
+from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
 
 ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -50,7 +50,9 @@ class Plan(NamedTuple):
 
     blocks: tuple[list[int], ...]
     layouts: tuple[Any, ...]
-    scalars: tuple[int, int, float, Mode]
+    sizes: tuple[int, int, int]
+    scales: tuple[float, float]
+    mode: Mode
     programs: int
     kernel: list[Any]
 
@@ -62,8 +64,9 @@ def tile_for(problem: Problem) -> Tile:
 
 def mode_of(problem: Problem) -> Mode:
     p, tile = problem, tile_for(problem)
-    # Rows differ in what they see unless the first row's window reaches the last column.
+    # A window that hides nothing from the first row, or from the last, is none.
     causal = 0 <= p.window_right < p.seqlen_q - 1
+    left = 0 <= p.window_left < p.seqlen_k - 1
     aligned = (p.seqlen_k - p.seqlen_q + p.window_right) % tile.block_n == 0
     return Mode(
         BLOCK_M=tile.block_m,
@@ -72,10 +75,14 @@ def mode_of(problem: Problem) -> Mode:
         SLOTS=tile.slots,
         STAGED=tile.staged,
         Q_IN_REGISTERS=tile.q_in_registers,
-        CAUSAL=causal,
-        HIDES=causal or p.seqlen_k % tile.block_n != 0,
-        MASKED=tile.block_m // tile.block_n + (not aligned) if causal else 1,
         BARRIERS=FIRST_BARRIER,
+        CAUSAL=causal,
+        LEFT=left,
+        HIDES=causal or left or p.seqlen_k % tile.block_n != 0,
+        MASKED=tile.block_m // tile.block_n + (not aligned) if causal and not left else 1,
+        SOFTCAP=p.softcap != 0.0,
+        ALIBI=p.has_alibi,
+        SINK=p.has_sink,
     )
 
 
@@ -86,13 +93,18 @@ def plan_for(problem: Problem) -> Plan:
     dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
     blocks = tuple([1, r, 1, d] for r, d in zip(rows, dims, strict=True))
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks)
-    right = p.seqlen_k - p.seqlen_q + p.window_right + 1
+    shift = p.seqlen_k - p.seqlen_q
     section = section_of(p) if mode.CAUSAL else 1
     num_tiles = -(-p.seqlen_q // tile.block_m) * p.batch * p.num_heads
-    programs = min(_num_sms(p.device), num_tiles)
-    kernel = _kernel(p.device, p.dtype, tile, mode)
-    scalars = right, section, p.scale * math.log2(math.e), Mode(*map(gl.constexpr, mode))
-    return Plan(blocks, layouts, scalars, programs, kernel)
+    return Plan(
+        blocks,
+        layouts,
+        (shift - p.window_left, shift + p.window_right + 1, section),
+        (p.scale * LOG2_E.value, p.softcap * LOG2_E.value),
+        Mode(*map(gl.constexpr, mode)),
+        min(_num_sms(p.device), num_tiles),
+        _kernel(p.device, p.dtype, tile, mode),
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,21 +118,26 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def arguments(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counter: Tensor
-) -> tuple[Any, ...]:
+def arguments(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor) -> tuple[Any, ...]:
     """What attention_forward takes. A q, k or v that TMA cannot address is copied."""
+    slopes, sink = inputs.alibi_slopes, inputs.sink
+    if slopes is not None:
+        slopes = slopes.float().expand(out.shape[0], -1).contiguous()
+    if sink is not None:
+        sink = sink.float().contiguous()
     q_block, k_block, v_block, out_block = plan.blocks
     q_layout, k_layout, v_layout, out_layout = plan.layouts
     return (
-        _descriptor(q, q_block, q_layout),
-        _descriptor(k, k_block, k_layout),
-        _descriptor(v, v_block, v_layout),
+        _descriptor(inputs.q, q_block, q_layout),
+        _descriptor(inputs.k, k_block, k_layout),
+        _descriptor(inputs.v, v_block, v_layout),
         _descriptor(out, out_block, out_layout),
         out,
         lse,
         counter,
-        *plan.scalars,
+        *plan.sizes,
+        Modifiers(*plan.scales, slopes, sink),
+        plan.mode,
     )
 
 
@@ -156,7 +173,7 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
 
 def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     stream = driver.active.get_current_stream(out.device.index)
-    args = arguments(plan, *inputs[:3], out, lse, counter_for(out.device, stream))
+    args = arguments(plan, inputs, out, lse, counter_for(out.device, stream))
     if plan.kernel:  # Triton's own look-up of the compiled kernel takes as long as all the rest
         plan.kernel[0][(plan.programs, 1, 1)](*args, stream=stream)
     else:

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.gluon_names import aggregate, mbarrier, tma_load
 from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync
+from tileattn.backends.hopper.schedule import Work
 
 READERS = gl.constexpr(2)
 PARTIES = gl.constexpr(32 + 128 * 2)  # threads that meet at a named barrier: the filling warp and both warpgroups
@@ -73,9 +74,9 @@ class Ring:
 
 @aggregate
 class Queue:
-    """Tiles on their way to the warpgroups: a ring of queries, and of each fill what `schedule.locate` says of its tile.
+    """Tiles on their way to the warpgroups: a ring of queries, and the Work that each fill belongs to.
 
-    facts: [STAGES * 4, 1], int32: batch, head, first row, number of key blocks (0: there is no further tile).
+    facts: [STAGES * 5, 1], int32, the five fields of each Work.
     """
 
     facts: gl.shared_memory_descriptor
@@ -87,43 +88,42 @@ class Queue:
         self.queries = queries
 
     @gluon.jit
-    def _put(self, i, FACT: gl.constexpr, value):
+    def _put(self, i, FIELD: gl.constexpr, value):
         one_warp: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        self.facts.index(i % self.queries.STAGES * 4 + FACT).store(gl.full([1], value, gl.int32, one_warp))
+        self.facts.index(i % self.queries.STAGES * 5 + FIELD).store(gl.full([1], value, gl.int32, one_warp))
 
     @gluon.jit
-    def _get(self, i, FACT: gl.constexpr):
+    def _get(self, i, FIELD: gl.constexpr):
         one_warpgroup: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        return gl.max(self.facts.index(i % self.queries.STAGES * 4 + FACT).load(one_warpgroup), 0)
+        return gl.max(self.facts.index(i % self.queries.STAGES * 5 + FIELD).load(one_warpgroup), 0)
 
     @gluon.jit
-    def send(self, i, q_desc, batch, head, row, blocks):
+    def send(self, i, work, q_desc):
         """Filling warp: entry i."""
         self.queries.acquire(i)
-        self._put(i, 0, batch)
-        self._put(i, 1, head)
-        self._put(i, 2, row)
-        self._put(i, 3, blocks)
-        self.queries.fill(i, q_desc, batch, row, head)
+        for field in gl.static_range(5):
+            self._put(i, field, work[field])
+        self.queries.fill(i, q_desc, work.batch, work.row, work.head)
 
     @gluon.jit
     def close(self, i):
         """Filling warp: entry i says that there is no further tile."""
         self.queries.acquire(i)
-        self._put(i, 3, 0)
+        for field in gl.static_range(5):
+            self._put(i, field, 0)
         mbarrier.arrive(self.queries.landed.index(i % self.queries.STAGES), count=1)
 
     @gluon.jit
     def receive(self, i):
-        """Reader: wait for entry i, and return batch, head, row and blocks."""
+        """Reader: wait for entry i and return its Work."""
         self.queries.wait(i)
-        return self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3)
+        return Work(self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3), self._get(i, 4))
 
 
 @gluon.jit
 def make_queue(q_desc, SLOTS: gl.constexpr, PARTS: gl.constexpr, EMPTIED: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    facts = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], layout)
+    facts = gl.allocate_shared_memory(gl.int32, [SLOTS * 5, 1], layout)
     return Queue(facts, make_ring(q_desc, SLOTS, PARTS, EMPTIED))
 
 

@@ -18,12 +18,13 @@ from tileattn.problem import Problem
 
 
 class Grid(NamedTuple):
-    """Sizes of a call. Row r of a sequence sees columns below r + right (and below seqlen_k)."""
+    """Sizes of a call. Row r sees columns from r + left to below r + right, those that there are."""
 
     num_heads: Any
     group: Any
     seqlen_q: Any
     seqlen_k: Any
+    left: Any
     right: Any
     section: Any  # heads that are worked on together
     all_heads: Any  # of all batches
@@ -31,8 +32,18 @@ class Grid(NamedTuple):
     num_tiles: Any
 
 
+class Work(NamedTuple):
+    """A tile: rows from `row` on of one head, and `blocks` key blocks, those below block `end`. No blocks: no tile."""
+
+    batch: Any
+    head: Any
+    row: Any
+    end: Any
+    blocks: Any
+
+
 @gluon.jit
-def grid_of(q_desc, k_desc, right, section, mode):
+def grid_of(q_desc, k_desc, left, right, section, mode):
     batch = q_desc.shape[0]
     seqlen_q = q_desc.shape[1]
     num_heads = q_desc.shape[2]
@@ -42,6 +53,7 @@ def grid_of(q_desc, k_desc, right, section, mode):
         num_heads // k_desc.shape[2],
         seqlen_q,
         k_desc.shape[1],
+        left,
         right,
         section,
         batch * num_heads,
@@ -52,7 +64,7 @@ def grid_of(q_desc, k_desc, right, section, mode):
 
 @gluon.jit
 def locate(tile, grid, mode):
-    """Tile number -> batch, head, first row, number of key blocks (the last of which comes first)."""
+    """The Work that a tile's number stands for. There are MASKED blocks at least, be they all hidden."""
     per_section = grid.section * grid.blocks_m
     first_head = tile // per_section * grid.section
     heads = gl.minimum(grid.section, grid.all_heads - first_head)
@@ -65,8 +77,11 @@ def locate(tile, grid, mode):
     columns = grid.seqlen_k
     if mode.CAUSAL:
         columns = gl.minimum(columns, row + mode.BLOCK_M - 1 + grid.right)
-    blocks = gl.maximum((columns + mode.BLOCK_N - 1) // mode.BLOCK_N, mode.MASKED)
-    return head // grid.num_heads, head % grid.num_heads, row, blocks
+    end = gl.maximum((columns + mode.BLOCK_N - 1) // mode.BLOCK_N, mode.MASKED)
+    blocks = end
+    if mode.LEFT:
+        blocks = gl.maximum(end - gl.maximum(row + grid.left, 0) // mode.BLOCK_N, mode.MASKED)
+    return Work(head // grid.num_heads, head % grid.num_heads, row, end, blocks)
 
 
 @gluon.jit

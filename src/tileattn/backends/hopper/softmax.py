@@ -1,17 +1,32 @@
-"""Masks and the online softmax, for scores in registers.
+"""From the product q.k to probabilities, in registers: modifiers, masks and the online softmax.
 
-m is each row's reference, in units of log2: p = 2^(s scale_log2 - m). The result is the same whatever m is, as long as
+m is each row's reference, in units of log2: p = 2^(s unit - m). The result is the same whatever m is, as long as
 nothing overflows, so a block's row maxima are taken only where a mask may hide scores (a tile's first blocks) and where
-a sum of p reaches LIMIT. That a running maximum, new in every block, costs a sixth of the speed is the reason.
+a sum of p reaches limit_of(dtype). A running maximum, new in every block, would cost a sixth of the speed.
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileattn.backends.hopper.ptx import narrow
+from tileattn.backends.hopper.ptx import narrow, reciprocal
 
+LOG2_E = gl.constexpr(1.4426950408889634)
 # Of a row that has seen nothing: finite, so that hidden scores still give 2^(-inf - m) = 0.
 NOTHING = gl.constexpr(-1.0e30)
+
+
+class Modifiers(NamedTuple):
+    """scale and softcap, both times log2(e). slopes_ptr: ALiBi's, (batch, num_heads); sink_ptr: (num_heads,); float32
+    or None."""
+
+    scale: Any
+    softcap: Any
+    slopes_ptr: Any
+    sink_ptr: Any
 
 
 @gluon.constexpr_function
@@ -27,11 +42,43 @@ def headroom_of(dtype):
 
 
 @gluon.jit
+def slope_of(work, grid, modifiers, mode):
+    """ALiBi's slope of a tile's head, times log2(e); 0 without."""
+    slope = 0.0
+    if mode.ALIBI:
+        head = gl.minimum(work.batch * grid.num_heads + work.head, grid.all_heads - 1)
+        slope = gl.load(modifiers.slopes_ptr + head) * LOG2_E
+    return slope
+
+
+@gluon.jit
+def modify(s, rows, first_column, slope, grid, modifiers, mode, layout: gl.constexpr):
+    """Softcap and ALiBi. Returns s and its unit: s times unit is in log2."""
+    unit = modifiers.scale
+    if mode.SOFTCAP:
+        # tanh x = 1 - 2 / (2^(2 x log2(e)) + 1)
+        power = gl.exp2(s * (2.0 * LOG2_E * modifiers.scale / modifiers.softcap))
+        s = modifiers.softcap - (2.0 * modifiers.softcap) * reciprocal(power + 1.0)
+        unit = 1.0
+    if mode.ALIBI:
+        columns = first_column + gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
+        distance = columns[None, :] - (rows + (grid.seqlen_k - grid.seqlen_q))[:, None]
+        s = s * unit - slope * gl.abs(distance.to(gl.float32))
+        unit = 1.0
+    return s, unit
+
+
+@gluon.jit
 def hide(s, rows, first_column, grid, mode, layout: gl.constexpr):
     """-inf where a row may not look; s: [rows, BLOCK_N]."""
-    limit = gl.minimum(rows + grid.right, grid.seqlen_k) if mode.CAUSAL else rows * 0 + grid.seqlen_k
     columns = gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
-    return gl.where(columns[None, :] < (limit - first_column)[:, None], s, float("-inf"))
+    limit = rows * 0 + grid.seqlen_k
+    if mode.CAUSAL:
+        limit = gl.minimum(rows + grid.right, limit)
+    seen = columns[None, :] < (limit - first_column)[:, None]
+    if mode.LEFT:
+        seen = seen & (columns[None, :] >= (rows + (grid.left - first_column))[:, None])
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -46,15 +93,28 @@ def scale_rows(x, factor):
 
 
 @gluon.jit
-def exponentials(s, m, scale_log2, dtype: gl.constexpr, p_layout: gl.constexpr):
+def exponentials(s, m, unit, dtype: gl.constexpr, p_layout: gl.constexpr):
     """p as the next product's operand, and its row parts."""
-    p = gl.exp2(s * scale_log2 - m[:, None])
+    p = gl.exp2(s * unit - m[:, None])
     parts = row_parts(p, s.shape[0], s.shape[1])
     return gl.convert_layout(narrow(p, dtype), p_layout), parts
 
 
 @gluon.jit
-def raised(m, s, scale_log2, dtype: gl.constexpr):
+def raised(m, s, unit, dtype: gl.constexpr):
     """The reference that s asks for, at least m, and the factor for what was computed with m."""
-    higher = gl.maximum(m, gl.max(s, 1) * scale_log2 + headroom_of(dtype))
+    higher = gl.maximum(m, gl.max(s, 1) * unit + headroom_of(dtype))
     return higher, gl.exp2(m - higher)
+
+
+@gluon.jit
+def with_sink(m, total, work, modifiers, mode):
+    """The sink's term: returns the new reference, the row sums and the factor for what was computed with m."""
+    factor = m * 0.0 + 1.0
+    if mode.SINK:
+        sink = gl.load(modifiers.sink_ptr + work.head) * LOG2_E
+        higher = gl.maximum(m, sink)
+        factor = gl.exp2(m - higher)
+        total = total * factor + gl.exp2(sink - higher)
+        m = higher
+    return m, total, factor

@@ -1,0 +1,97 @@
+"""The Hopper kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
+
+import pytest
+import torch
+from oracle import Case, assert_rule, build
+
+from tileattn.reference import standard_attention
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Triton's Gluon")
+from hopper_simulator import FaultError, Kernel
+
+SMALL = Case(batch=1, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+CASES = {
+    "full": {"seqlen_k": 384},
+    "tail": {},
+    "one_key": {"seqlen_k": 1},
+    "causal": {"causal": True, "batch": 2},
+    "more_keys": {"causal": True, "seqlen_k": 523},
+    "more_queries": {"causal": True, "seqlen_k": 70},
+    "gqa": {"num_heads": 6, "num_heads_k": 2, "causal": True},
+    "head_dim_40_72": {"head_dim": 40, "head_dim_v": 72},
+    "head_dim_128": {"head_dim": 128, "head_dim_v": 128, "causal": True},
+    "head_dim_192_128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "head_dim_256": {"head_dim": 256, "head_dim_v": 256, "causal": True, "seqlen_k": 350},
+    "float16": {"dtype": torch.float16, "causal": True},
+    "right_window": {"window": (-1, 50)},
+    "window": {"window": (100, 30)},
+    "window_far_left": {"window": (20, 0), "seqlen_k": 90},
+    "causal_window": {"causal": True, "window": (130, -1), "seqlen_k": 400},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi": True, "causal": True, "batch": 2},
+    "sink": {"sink": True, "causal": True, "seqlen_k": 200},
+    "everything": {"causal": True, "window": (150, -1), "softcap": 5.0, "alibi": True, "sink": True, "num_heads": 4},
+}
+
+
+def expect_rule(problem, inputs, found) -> None:
+    exact, low = standard_attention(problem, inputs, torch.float64), standard_attention(problem, inputs)
+    assert_rule("out", found.out, exact.out, low.out)
+    assert_rule("lse", found.lse, exact.lse, low.lse)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_rule(name):
+    problem, inputs, _, _ = build(SMALL.but(**CASES[name]))
+    expect_rule(problem, inputs, Kernel().forward(problem, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("growth", [20.0, 300.0])
+def test_logits_that_grow_from_block_to_block(growth, dtype):
+    """The last block is visited first, so every block raises the maximum."""
+    problem, inputs, _, _ = build(SMALL.but(seqlen_k=1024, dtype=dtype))
+    inputs = inputs._replace(k=inputs.k * torch.linspace(growth, 0.01, 1024)[:, None, None].to(dtype))
+    expect_rule(problem, inputs, Kernel().forward(problem, inputs))
+
+
+FAULTS = {
+    "keys are released before the product has read them": (
+        "forward",
+        "    s = warpgroup_mma_wait(1, deps=(s_token,))\n    keys.release(block, more)",
+        "    keys.release(block, more)\n    s = warpgroup_mma_wait(1, deps=(s_token,))",
+    ),
+    "values are released before the product has read them": (
+        "forward",
+        "    o = warpgroup_mma_wait(0, deps=(o_token,))\n    values.release(block - 1)",
+        "    values.release(block - 1)\n    o = warpgroup_mma_wait(0, deps=(o_token,))",
+    ),
+    "queries are released before the tile is done": (
+        "forward",
+        "        for i in range(mode.MASKED, work.blocks):",
+        "        queue.queries.release(entry)\n        for i in range(mode.MASKED, work.blocks):",
+    ),
+    "nobody waits for the values": ("forward", "    values.wait(block - 1)\n", ""),
+    "nobody waits for the next keys": ("forward", "    keys.wait(block + 1, more)\n", ""),
+    "nobody releases the values": ("forward", "    values.release(block - 1)\n", ""),
+    "the next block is written without asking": ("forward", "            keys.acquire(block)\n", ""),
+    "the phase is swapped": ("pipeline", "(i // self.STAGES) & 1", "((i // self.STAGES) & 1) ^ 1"),
+    "the phase turns too seldom": ("pipeline", "(i // self.STAGES) & 1", "(i // self.STAGES // 2) & 1"),
+    "the wait leaves S in flight": ("forward", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    "O is read while in flight": ("forward", "    o = warpgroup_mma_wait(0, deps=(o_token,))\n", "    o = o_token\n"),
+    "the output buffer is overwritten": ("forward", "        store_wait(0)  #", "        #"),
+    "a turn is not passed on": ("forward", "    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n", ""),
+    "too few bytes are expected": ("pipeline", "desc.block_type.nbytes * self.PARTS", "desc.block_type.nbytes"),
+    "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)\n", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    problem, inputs, _, _ = build(SMALL.but(seqlen_k=1024, num_heads=3, num_heads_k=3, head_dim=128, head_dim_v=128))
+    exact = standard_attention(problem, inputs, torch.float64).out
+    try:
+        found = Kernel(FAULTS[fault]).forward(problem, inputs).out
+    except FaultError:
+        return
+    assert not torch.allclose(found.double(), exact, atol=0.02), "the result is right all the same"
