@@ -39,6 +39,22 @@ DECODERS = {
     "qwen3": ("Qwen3Config", {}),
     "gemma2_softcap_window": ("Gemma2Config", {"sliding_window": 6, "attn_logit_softcapping": 5.0}),
     "gpt_oss_sink_window": ("GptOssConfig", {"sliding_window": 7, **MOE}),
+    "deepseek_v3_head_dim_v": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+        },
+    ),
     # its attention is not told of the window: only the mask is
     "phimoe_window": ("PhimoeConfig", {"sliding_window": 5, **MOE}),
     "llama4_chunks": (
@@ -167,6 +183,16 @@ def test_training_gradients_equal_eager(name, side):
         model.train()
         model(ids, attention_mask=mask, labels=labels).loss.backward()
     assert_gradients_close(ours, eager)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
+    plain, checkpointed = (pair(DECODERS, "mistral_window")[1].train() for _ in range(2))
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    mask = padding("left")
+    for model in (plain, checkpointed):
+        model(tokens(), attention_mask=mask, labels=tokens(), use_cache=False).loss.backward()
+    assert_gradients_close(checkpointed, plain)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
