@@ -42,7 +42,8 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 class Mode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory. BARRIERS: the first named barrier.
+    SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory. TURNS: the warpgroups take turns at
+    issuing products. BARRIERS: the first named barrier.
     CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
@@ -52,6 +53,7 @@ class Mode(NamedTuple):
     SLOTS: Any
     STAGED: Any
     Q_IN_REGISTERS: Any
+    TURNS: Any
     BARRIERS: Any
     CAUSAL: Any
     LEFT: Any
@@ -132,11 +134,13 @@ def issue(q, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
     Returns s and the token of O.
     """
     zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
-    barrier_sync(mode.BARRIERS + WARPGROUP, 256)
+    if mode.TURNS:
+        barrier_sync(mode.BARRIERS + WARPGROUP, 256)
     s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
     values.wait(block - 1)
     o_token = warpgroup_mma(p, values.block(block - 1, 0), o, is_async=True)
-    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
+    if mode.TURNS:
+        barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
     return s, o_token
@@ -232,7 +236,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
     s_layout: gl.constexpr = product_layout(mode.BLOCK_N)
     p_layout: gl.constexpr = operand_layout(DIM_V)
     offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    if WARPGROUP == 0:
+    if mode.TURNS and WARPGROUP == 0:
         barrier_arrive(mode.BARRIERS, 256)
 
     entry = grid.num_tiles * 0
@@ -287,7 +291,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
         rows = next_rows
         block += 1
     queue.queries.release(entry)
-    if WARPGROUP == 0:
+    if mode.TURNS and WARPGROUP == 0:
         barrier_sync(mode.BARRIERS, 256)
     if mode.STAGED:
         store_wait(0)

@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     slots: int
     staged: bool
     q_in_registers: bool = False
+    turns: bool = True
     block_m: int = 2 * ROWS.value
 
 
@@ -75,6 +76,7 @@ def mode_of(problem: Problem) -> Mode:
         SLOTS=tile.slots,
         STAGED=tile.staged,
         Q_IN_REGISTERS=tile.q_in_registers,
+        TURNS=tile.turns,
         BARRIERS=FIRST_BARRIER,
         CAUSAL=causal,
         LEFT=left,
