@@ -157,11 +157,28 @@ def _differentiate(call: _Call, blocks: Blocks, family: list[_Heads], cols: rang
         modifiers = ModifierGradients(
             None if dbias is None else stack.of_heads(dbias), None if call.dslopes is None else dslopes
         )
-        for block in cuts(overlap(cols, range(stack.seqlen_k)), blocks.cols, blocks.align):
+        for block in stack.cuts(overlap(cols, range(stack.seqlen_k)), blocks.cols, blocks.align):
             _KeyBlock(call, heads, block, dq, modifiers).run(blocks)
         part.dq.append(dq)
         part.dslopes.append(dslopes)
     return part
+
+
+class _Rows(NamedTuple):
+    """Some rows of a stack, as the products take them; low: in `operand_dtype`."""
+
+    q: Tensor  # [*, rows, head_dim], scaled
+    dout: Tensor  # [*, rows, head_dim_v]
+    low_q: Tensor
+    low_dout: Tensor
+    neg_lse: Tensor  # [*, rows]
+    neg_delta: Tensor
+    dq: Tensor  # [*, head_dim, rows]
+
+    def part(self, positions: range, first: int, group: int) -> _Rows:
+        """Those of some positions; these begin at position `first`."""
+        r = slice((positions.start - first) * group, (positions.stop - first) * group)
+        return _Rows(*(x[..., r, :] for x in self[:4]), *(x[..., r] for x in self[4:]))
 
 
 class _KeyBlock:
@@ -174,50 +191,57 @@ class _KeyBlock:
         self.scores = Scores(stack, call.inputs, self.dtype)
         self.q, self.dout = stack.queries(call.inputs.q), stack.queries(call.dout)
         k, v = stack.keys(call.inputs.k), stack.keys(call.inputs.v)
-        self.k, self.v = stack.cols(k, cols, self.dtype), stack.cols(v, cols, self.dtype)
         self.low_k = stack.cols(k, cols, self.low)
+        self.k, self.v = self.low_k.to(self.dtype), stack.cols(v, cols, self.dtype)
         self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
 
     def run(self, blocks: Blocks) -> None:
         stack = self.heads.stack
-        for rows in cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align):
-            for tile in visit(self.scores.window, rows, self.cols, blocks):
-                if not self.scores.hidden(tile):
-                    self._tile(tile)
+        for rows in stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align):
+            tiles = [t for t in visit(self.scores.window, rows, self.cols, blocks) if not self.scores.hidden(t)]
+            if tiles:
+                loaded = self._load(rows)
+                for tile in tiles:
+                    self._tile(tile, loaded.part(tile.rows, rows.start, self.call.problem.group))
         for x, acc in ((self.call.dk, self.dk.mul_(self.call.problem.scale)), (self.call.dv, self.dv)):
             if x is not None:
                 target = stack.keys(x)[..., self.cols.start : self.cols.stop, :]
                 target.copy_(acc.view(target.shape))
 
-    def _tile(self, tile: Tile) -> None:
+    def _load(self, rows: range) -> _Rows:
         stack, group = self.heads.stack, self.call.problem.group
-        r = slice(tile.rows.start * group, tile.rows.stop * group)
-        c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
-        low_q, low_dout = stack.rows(self.q, tile.rows, self.low), stack.rows(self.dout, tile.rows, self.low)
+        low_q, low_dout = stack.rows(self.q, rows, self.low), stack.rows(self.dout, rows, self.low)
         q, dout = low_q.to(self.dtype) * self.scores.q_scale, low_dout.to(self.dtype)
-        v, neg_delta = self.v[..., c, :], self.heads.neg_delta[..., r]
+        r = slice(rows.start * group, rows.stop * group)
+        return _Rows(
+            q, dout, low_q, low_dout, self.heads.neg_lse[..., r], self.heads.neg_delta[..., r], self.dq[..., r]
+        )
 
-        p, product = self._probabilities(tile, self.k[..., c, :], q, self.heads.neg_lse[..., r])
+    def _tile(self, tile: Tile, rows: _Rows) -> None:
+        c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
+        k, v, low_k = self.k[..., c, :], self.v[..., c, :], self.low_k[..., c, :]
+        p, product = self._probabilities(tile, k, rows)
         keep = self.scores.keep(tile)
         if keep is None:
-            dropped, ds = p, linear(v, dout, neg_delta).mul_(p)
+            dropped, ds = p, linear(v, rows.dout, rows.neg_delta).mul_(p)
         else:
-            dropped, ds = p * keep, linear(v, dout).mul_(keep).add_(neg_delta[..., None, :]).mul_(p)
+            dropped = p * keep
+            ds = linear(v, rows.dout).mul_(keep).add_(rows.neg_delta[..., None, :]).mul_(p)
         if self.call.dv is not None:
-            self.dv[..., c, :].add_(linear(dropped.to(self.low), low_dout.transpose(-1, -2)))
+            self.dv[..., c, :].add_(linear(dropped.to(self.low), rows.low_dout.transpose(-1, -2)))
         ds = self.scores.chain(ds, product, tile, self.modifiers).to(self.low)
         if self.call.dk is not None:
-            self.dk[..., c, :].add_(linear(ds, low_q.transpose(-1, -2)))
+            self.dk[..., c, :].add_(linear(ds, rows.low_q.transpose(-1, -2)))
         if self.call.dq is not None:
-            self.dq[..., r].add_(linear(self.low_k[..., c, :].transpose(-1, -2), ds.transpose(-1, -2)))
+            rows.dq.add_(linear(low_k.transpose(-1, -2), ds.transpose(-1, -2)))
 
-    def _probabilities(self, tile: Tile, k: Tensor, q: Tensor, neg_lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _probabilities(self, tile: Tile, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
         """P and the product q.k (its tanh, with a softcap), [*, cols, rows]."""
         if self.scores.plain:
-            product = self.scores.product(k, q, neg_lse)
+            product = self.scores.product(k, rows.q, rows.neg_lse)
             return self.scores.add_window(product, tile).exp2_(), product
-        product = self.scores.product(k, q)
-        return self.scores.modify(product, tile).add_(neg_lse[..., None, :]).exp2_(), product
+        product = self.scores.product(k, rows.q)
+        return self.scores.modify(product, tile).add_(rows.neg_lse[..., None, :]).exp2_(), product
 
 
 def _write(call: _Call, family: list[_Heads], parts: list[_Part]) -> None:

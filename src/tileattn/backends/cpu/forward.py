@@ -47,7 +47,7 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
 
 
 def _row_blocks(stack: Stack, blocks: Blocks) -> list[range]:
-    return cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align)
+    return stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align)
 
 
 def _count(todo: list[Stack], blocks: Blocks) -> int:
@@ -69,7 +69,7 @@ def _attend(inputs: Inputs, stack: Stack, blocks: Blocks, rows: range, cols: ran
     q = stack.rows(stack.queries(inputs.q), rows, dtype) * scores.q_scale
     k, v, v_dtype = stack.keys(inputs.k), stack.keys(inputs.v), operand_dtype(stack.problem.dtype)
     softmax = OnlineSoftmax(scores, rows, q)
-    for block in cuts(cols, blocks.columns(q.shape[:-1].numel()), blocks.align):
+    for block in stack.cuts(cols, blocks.columns(q.shape[:-1].numel()), blocks.align):
         for tile in visit(scores.window, rows, block, blocks):
             if not scores.hidden(tile):
                 softmax.step(tile, stack.cols(k, tile.cols, dtype), stack.cols(v, tile.cols, v_dtype))

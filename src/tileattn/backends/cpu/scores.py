@@ -109,7 +109,7 @@ class Scores:
         group = stack.problem.group
         heads = torch.arange(stack.heads.start * group, stack.heads.stop * group).view(-1, 1, group)
         batch, rows = (torch.arange(r.start, r.stop) for r in (stack.batches, tile.rows))
-        seed = int(self.inputs.dropout_seed)
+        seed = int(self.inputs.dropout_seed.item())
         kept = keep_mask(seed, p, batch[:, None, None, None], heads, rows[:, None], tile.cols)
         # [batches, heads, rows, group, cols]
         return (kept.to(self.dtype) / (1.0 - p)).reshape(*stack.lead, -1, len(tile.cols)).transpose(-1, -2)

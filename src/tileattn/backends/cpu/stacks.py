@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tileattn.backends.cpu import workers
+from tileattn.backends.cpu import tiling, workers
 from tileattn.problem import Inputs, Problem
 
-SMALL_SCORES = 2**14  # a head with no more scores than this is stacked
-STACK_SCORES = 2**18  # scores of a whole stack
+SMALL_SCORES = 3 * 2**14  # a head with no more scores than this is stacked
+STACK_SCORES = 2**19  # scores of a whole stack
 MAX_STACKED_SEQLEN = 256  # sequences with more keys are not stacked, because stacking copies the keys
 
 
@@ -83,6 +83,10 @@ class Stack:
         """[batches or 1, heads or 1, group or 1] repeated for every row, [*, positions * group]."""
         x = x.expand(len(self.batches), len(self.heads), self.problem.group)
         return x.reshape(*self.lead, -1).tile(positions)
+
+    def cuts(self, whole: range, block: int, align: int) -> list[range]:
+        """As `tiling.cuts`, but stacked products go to BLAS, which compiles nothing: no cuts for the sake of shapes."""
+        return tiling.cuts(whole, block, 1 if self.lead else align)
 
     @property
     def _query_heads(self) -> slice:
