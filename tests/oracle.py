@@ -183,11 +183,12 @@ def _scaled_errors(exact: dict[str, Tensor], low: dict[str, Tensor]) -> dict[str
 
 
 def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """What a backward that recomputes P cannot but lose, where terms cancel that standard attention need not cancel.
+    """What tiles cannot but lose, where standard attention may be luckier (one visible score) or need not lose at all
+    (terms that cancel in a backward that recomputes P). Each is one rounding of an intermediate.
 
-    In dS = P (dP - delta), most visible where the true gradient vanishes (a row that sees one key), dP = dout.v is
-    rounded in the computing precision, and delta = rowsum(dout out) is that of out as forward rounded it: missing e of
-    delta acts like a gradient e that flows into lse. In P = exp(s - lse), lse is rounded, and so is P relative to it.
+    The score q.k and, in P = exp(s - lse), lse: both are errors relative to P. In dS = P (dP - delta), dP = dout.v, and
+    delta = rowsum(dout out), which is that of out as forward rounded it: missing e of delta acts like a gradient e that
+    flows into lse.
     """
     problem, inputs, dout, dlse = call
     if not (dout.numel() and inputs.v.numel()):
@@ -195,20 +196,26 @@ def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict
     missing = (dout.double() * (exact["out"] - got["out"].double())).sum(-1).transpose(-1, -2)
     moved = run_reference(call._replace(dlse=dlse.double() + missing), torch.float64)
     eps, scale = torch.finfo(problem.lse_dtype).eps, abs(problem.scale)
-    rounding = eps * (dout.double().abs().sum(-1).max() * _largest(inputs.v)).item()
-    roundings = {
-        "dq": rounding * scale * _largest(inputs.k),
-        "dk": rounding * scale * _largest(inputs.q),
-        "dv": 0.0,
-        "dbias": rounding,
-        "dalibi_slopes": rounding * (problem.seqlen_q + problem.seqlen_k),
-        "dsink": rounding,
+    of_s = eps * scale * _largest(inputs.q.double().norm(dim=-1)) * _largest(inputs.k.double().norm(dim=-1))
+    of_p = of_s + 2 * eps * _largest(exact["lse"].nan_to_num(0.0, 0.0, 0.0))
+    of_dp = eps * _largest(dout.double().abs().sum(-1)) * _largest(inputs.v)
+    of_ds = {
+        "dq": of_dp * scale * _largest(inputs.k),
+        "dk": of_dp * scale * _largest(inputs.q),
+        "dbias": of_dp,
+        "dalibi_slopes": of_dp * (problem.seqlen_q + problem.seqlen_k),
+        "dsink": of_dp,
     }
-    of_p = 2 * eps * _largest(exact["lse"].nan_to_num(0.0, 0.0, 0.0))
     return {
-        name: rounding + of_p * _largest(exact[name]) + _largest((moved[name] - exact[name]).nan_to_num())
-        for name, rounding in roundings.items()
-        if name in exact
+        "lse": of_s,
+        "out": of_s * _largest(exact["out"]),
+        **{
+            name: of_ds.get(name, 0.0)
+            + of_p * _largest(exact[name])
+            + _largest((moved[name] - exact[name]).nan_to_num())
+            for name in exact
+            if name not in ("lse", "out")
+        },
     }
 
 
