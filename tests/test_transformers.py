@@ -209,15 +209,24 @@ def test_packed_sequences_equal_eager_and_each_alone(name, batch, spy):
     assert_close(packed, alone)
 
 
-def test_packing_by_cu_seqlens_alone(spy):
-    _, ours = pair(DECODERS, "llama")
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_packing_by_cu_seqlens_holds_with_a_cache_too(name, spy):
+    _, ours = pair(DECODERS, name)
     ids = tokens(1)
     cu_seqlens = torch.tensor([0, 10, SEQLEN], dtype=torch.int32)
     packing = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 14, "max_length_k": 14}
-    positions = torch.arange(SEQLEN)[None]
-    logits = ours(ids, position_ids=positions, use_cache=False, **packing).logits
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    packed = ours(ids, position_ids=positions, use_cache=True, **packing).logits
     assert {call["function"] for call in spy} == {"attention_varlen"}
-    assert_close(logits[:, :10], ours(ids[:, :10]).logits)
+    assert_close(packed, torch.cat([ours(part).logits for part in ids.split((10, 14), dim=1)], dim=1))
+
+
+def test_a_mask_of_other_lengths_is_an_error():
+    q, k = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 9, 8)
+    mask = mask_forward(batch_size=1, q_length=4, kv_length=8, q_offset=4, mask_function=PATTERNS["window"])
+    assert isinstance(mask, StructuredMask)
+    with pytest.raises(ValueError, match="does not broadcast"):
+        integration.attention_forward(torch.nn.Identity(), q, k, k, mask)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

@@ -38,11 +38,9 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask, bias = attention_mask, position_bias
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": s_aux, "dropout_p": dropout}
-    if isinstance(mask, StructuredMask) and mask.cu_seqlens is not None:
-        if bias is None:
-            options["window"] = (mask.left, mask.right)
-            return _packed(q, k, v, (mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen), options), None
-        mask = mask.dense()  # the bias is laid out over whole rows, not over each sequence
+    if isinstance(mask, StructuredMask) and _needs_the_tensor(mask, q, k, bias):
+        mask = mask.dense()
+    packing = None if bias is not None else _packing(mask, kwargs)
     if isinstance(mask, StructuredMask):
         k, v = k[:, : mask.columns], v[:, : mask.columns]
         bias = None if bias is None else bias[..., : mask.columns]
@@ -50,13 +48,28 @@ def attention_forward(
         mask = None if mask.keys is None else mask.keys[:, None, None, :]
     elif mask is None:
         options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        packing = tuple(kwargs.get(name) for name in _PACKING)
-        if bias is None and None not in packing:
-            return _packed(q, k, v, packing, options), None
     elif mask.is_floating_point():
         bias = mask if bias is None else mask + bias
         mask = None
+    if packing is not None:
+        return _packed(q, k, v, packing, options), None
     return attention(q, k, v, mask=mask, bias=bias, **options), None
+
+
+def _needs_the_tensor(mask: StructuredMask, q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
+    """Lengths that are not the mask's get the error that any mask would give; and a bias is laid out over whole rows,
+    not over each packed sequence."""
+    return mask.shape[-2:] != (q.shape[1], k.shape[1]) or (mask.cu_seqlens is not None and bias is not None)
+
+
+def _packing(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of packed sequences: those the mask knows of, or those
+    given as arguments, under the names that Transformers has for FlashAttention."""
+    if isinstance(mask, StructuredMask) and mask.cu_seqlens is not None:
+        return mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen
+    given = tuple(kwargs.get(name) for name in _PACKING)
+    may_be_packed = mask is None or (isinstance(mask, StructuredMask) and mask.keys is None)
+    return given if may_be_packed and None not in given else None
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, packing: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
