@@ -9,7 +9,7 @@ from tileattn.lab.traffic import Traffic, standard_traffic, tiled_traffic
 from tileattn.problem import Problem
 
 # In order of preference: the first that supports a problem serves it.
-BACKENDS = ("cpu", "hopper")
+BACKENDS = ("cpu", "hopper", "portable")
 
 
 def load(name: str) -> Backend:
