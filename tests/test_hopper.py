@@ -8,7 +8,7 @@ import torch
 from tileattn.backends import hopper
 from tileattn.problem import Problem
 
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Triton's Gluon")
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from tileattn.backends.hopper.launch import _descriptor, plan_for, tile_for
 
 PLAIN = Problem(
@@ -77,9 +77,15 @@ def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
         ({"window_right": 0, "head_dim": 256, "seqlen_k": 300}, 3),
     ],
 )
-def test_how_many_blocks_the_diagonal_crosses(monkeypatch, changes, masked):
-    monkeypatch.setattr("tileattn.backends.hopper.launch._num_sms", lambda device: 132)
-    assert plan_for(dataclasses.replace(PLAIN, **changes)).mode.MASKED.value == masked
+def test_how_many_blocks_the_diagonal_crosses(changes, masked):
+    assert plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), **changes)).mode.MASKED.value == masked
+
+
+def test_a_window_of_any_width_fits_a_32_bit_argument():
+    plan = plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), window_left=2**40, window_right=2**40))
+    assert not plan.mode.LEFT.value
+    assert not plan.mode.CAUSAL.value
+    assert all(abs(size) < 2**31 for size in plan.sizes)
 
 
 @pytest.mark.parametrize("layout", ["odd_start", "odd_stride", "expanded"])
