@@ -6,7 +6,6 @@ With P the probabilities, dP = dout v^T and delta = rowsum(dout * out) - dlse:
 
 Every block recomputes P from q, k and lse, and every gradient is summed by one program in one order.
 """
-# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.masks import tile_ranges, visible
 from tileattn.backends.portable.device.rows import (
+    PAD,
     SIZES,
     Rows,
     RowStats,
@@ -45,6 +45,7 @@ from tileattn.backends.portable.launch import (
     sequences_of,
     stats_of,
     workspace,
+    workspace_of,
 )
 from tileattn.backends.portable.tuning import Tile, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
@@ -70,11 +71,12 @@ def delta_kernel(
     mode,
     BLOCK_M: tl.constexpr,
 ):
-    """delta, and lse in the base of `power`: +inf for rows that see nothing, so that their probabilities are 0."""
+    """delta, and lse in the base of `power`: +inf for rows that see nothing and for padding,
+    so that their probabilities are 0."""
     seqs = Sequences(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
     )
-    block, head, batch = locate(tl.program_id(0), tl.cdiv(seqs.seqlen_q, BLOCK_M), seqs.num_heads)
+    block, head, batch = locate(tl.program_id(0), tl.cdiv(seqs.seqlen_q, PAD) * (PAD // BLOCK_M), seqs.num_heads)
     start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = offs_m < seqlen_q
@@ -87,18 +89,11 @@ def delta_kernel(
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse.ptr is not None:
         row_delta -= tl.load(stats_at(dlse, batch, head, start_q) + offs_m, mask=inside, other=0.0)
-    row_lse = tl.load(stats_at(lse, batch, head, start_q) + offs_m, mask=inside, other=0.0)
+    row_lse = tl.load(stats_at(lse, batch, head, start_q) + offs_m, mask=inside, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), from_natural(row_lse, mode))
-    tl.store(workspace_at(based_lse, batch, head, start_q) + offs_m, row_lse, mask=inside)
-    tl.store(workspace_at(delta, batch, head, start_q) + offs_m, row_delta, mask=inside)
-
-
-@triton.jit
-def _load_stats(ptr, offs, length, other, CHECK: tl.constexpr):
-    if CHECK:
-        return tl.load(ptr + offs, mask=offs < length, other=other)
-    else:
-        return tl.load(ptr + offs)
+    padded = offs_m < tl.cdiv(seqlen_q, PAD) * PAD
+    tl.store(workspace_at(based_lse, batch, head, start_q) + offs_m, row_lse, mask=padded)
+    tl.store(workspace_at(delta, batch, head, start_q) + offs_m, row_delta, mask=padded)
 
 
 @triton.jit
@@ -107,20 +102,19 @@ def _walk_rows(
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows in [lo, hi) give to the gradients of a block of keys. Score tiles are transposed: keys down."""
-    _, _, seqlen_q, _, _, _, _ = in_head
     unit = score_unit(mods, mode)
     for start_m in tl.range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         rows = offs_m[None, :]
         cols = (start_n + tl.arange(0, BLOCK_N))[:, None]
-        q_tile = load_rows(q_rows, start_m, mode, MASKED)  # [BLOCK_M, BLOCK_DIM]
+        q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
-        row_lse = _load_stats(lse_ptr, offs_m, seqlen_q, float("inf"), MASKED)
+        row_lse = tl.load(lse_ptr + offs_m)
         s, capped = score_tile(qk, rows, cols, in_head, mods, mode)
         p = power(s * unit - row_lse[None, :], mode)
         if MASKED:
             p = tl.where(visible(rows, cols, in_head, seqs, mode), p, 0.0)
-        dout_tile = load_rows(dout_rows, start_m, mode, MASKED)  # [BLOCK_M, BLOCK_DV]
+        dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
         dp = tl.dot(v_tile, dout_tile.T, input_precision=mode.precision)
         dropped = p
         if mods.seed is not None:
@@ -128,7 +122,7 @@ def _walk_rows(
             dropped = tl.where(keep, p * mods.rescale, 0.0)
             dp = tl.where(keep, dp * mods.rescale, 0.0)
         dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=mode.precision)
-        row_delta = _load_stats(delta_ptr, offs_m, seqlen_q, 0.0, MASKED)
+        row_delta = tl.load(delta_ptr + offs_m)
         ds = uncap(p * (dp - row_delta[None, :]), capped, mods)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=mode.precision)
     return dk, dv
@@ -175,8 +169,9 @@ def backward_kv_kernel(
     dk_tile = tl.zeros([BLOCK_N, mode.block_dim], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, mode.block_dim_v], tl.float32)
 
+    # rows past the end need no mask: they are zeros, of probability 0
     lo, full_lo, full_hi, hi = tile_ranges(
-        start_n, seqlen_q, seqlen_q - seqlen_k, seqs.window_right, seqs.window_left,
+        start_n, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, seqlen_q - seqlen_k, seqs.window_right, seqs.window_left,
         mode.right, mode.left, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     for member in tl.range(0, group, num_stages=1):  # the walk inside is what to pipeline
@@ -195,10 +190,11 @@ def backward_kv_kernel(
             dk_tile, dv_tile, full_lo, full_hi, k_tile, v_tile, start_n, q_rows, dout_rows,
             lse_ptr, delta_ptr, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        dk_tile, dv_tile = _walk_rows(
-            dk_tile, dv_tile, full_hi, hi, k_tile, v_tile, start_n, q_rows, dout_rows,
-            lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        if mode.left:
+            dk_tile, dv_tile = _walk_rows(
+                dk_tile, dv_tile, full_hi, hi, k_tile, v_tile, start_n, q_rows, dout_rows,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
     dk_tile *= mods.scale
     store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
@@ -297,8 +293,8 @@ def backward_q_kernel(
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
     dout_tile = load_block(dout, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
-    row_lse = _load_stats(workspace_at(based_lse, batch, head, start_q), offs_m, seqlen_q, float("inf"), True)
-    row_delta = _load_stats(workspace_at(delta, batch, head, start_q), offs_m, seqlen_q, 0.0, True)
+    row_lse = tl.load(workspace_at(based_lse, batch, head, start_q) + offs_m)
+    row_delta = tl.load(workspace_at(delta, batch, head, start_q) + offs_m)
     dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
     slope_tile = tl.zeros([BLOCK_M], tl.float32)
 
@@ -364,8 +360,8 @@ def backward_bias_kernel(
                 offs_m = row + tl.arange(0, BLOCK_M)
                 q_tile = load_rows(q_rows, row, mode, True)
                 dout_tile = load_rows(dout_rows, row, mode, True)
-                row_lse = _load_stats(lse_ptr, offs_m, seqlen_q, float("inf"), True)
-                row_delta = _load_stats(delta_ptr, offs_m, seqlen_q, 0.0, True)
+                row_lse = tl.load(lse_ptr + offs_m)
+                row_delta = tl.load(delta_ptr + offs_m)
                 lo, _full_lo, _full_hi, hi = tile_ranges(
                     row, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right,
                     mode.left, mode.right, BLOCK_M, BLOCK_N,
@@ -409,7 +405,7 @@ class _Backward:
         if dout is None:
             dout = torch.zeros_like(forward.out)
         self.dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        self.lse, self.delta = workspace(forward.lse), workspace(forward.lse)
+        self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
         self.sequences = sequences_of(problem, inputs)
         self.modifiers = modifiers_of(problem, inputs)
         self._delta(forward, dlse)
@@ -431,14 +427,14 @@ class _Backward:
         tile = Tile(max(16, min(128, 8192 // block_dim_of(p.head_dim_v))), 0, 4, 1)
         self._launch(
             delta_kernel,
-            p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m),
+            p.batch * p.num_heads * triton.cdiv(p.seqlen_q, PAD.value) * (PAD.value // tile.block_m),
             tile,
             rows_of(forward.out),
             rows_of(self.dout),
             stats_of(forward.lse.contiguous()),
             RowStats(None, 0, 0) if dlse is None else stats_of(dlse.contiguous()),
-            stats_of(self.lse),
-            stats_of(self.delta),
+            workspace_of(self.lse),
+            workspace_of(self.delta),
             *self.sequences,
             mode_of(p, tile, forward.out, self.dout),
             tile.block_m,
@@ -487,11 +483,9 @@ class _Backward:
         sink = self.inputs.sink
         assert sink is not None
         base = 1.0 if self.problem.dtype == torch.float32 else math.log(2.0)
-        rows = self.inputs.q.shape[0] if self.problem.varlen else self.problem.seqlen_q
-        lse, delta = self.lse[..., :rows], self.delta[..., :rows]
-        probs = torch.exp(sink.to(torch.float32)[:, None] - lse * base)
+        probs = torch.exp(sink.to(torch.float32)[:, None] - self.lse * base)
         dims = (1,) if self.problem.varlen else (0, 2)
-        return -(probs * delta).sum(dims).to(sink.dtype)
+        return -(probs * self.delta).sum(dims).to(sink.dtype)
 
     def _walk(
         self,
@@ -507,8 +501,8 @@ class _Backward:
             programs,
             tile,
             *map(rows_of, (q, k, v, self.dout)),
-            stats_of(self.lse),
-            stats_of(self.delta),
+            workspace_of(self.lse),
+            workspace_of(self.delta),
             *outputs,
             *self.sequences,
             self.modifiers,

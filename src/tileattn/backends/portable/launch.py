@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileattn.backends.portable.device.rows import Rows, RowStats, Sequences, sized
+from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
 from tileattn.backends.portable.device.scores import Modifiers
 from tileattn.backends.portable.tuning import Tile
 from tileattn.philox import threshold
@@ -88,9 +88,18 @@ def stats_of(x: Tensor) -> RowStats:
     return RowStats(x, *(sized(*x.stride()[:2]) if x.dim() == 3 else sized(0, x.stride(0))))
 
 
-def workspace(lse: Tensor) -> Tensor:
-    """A tensor like lse with rows padded to a multiple of 16, so that kernels load several at once."""
-    return lse.new_empty((*lse.shape[:-1], -(-lse.shape[-1] // 16) * 16))
+def workspace(problem: Problem, inputs: Inputs, fill: float) -> Tensor:
+    """One float32 a row for kernels alone: (batch, heads, rows), varlen (heads, rows), room for every sequence padded.
+    Kernels write what kernels read; fill is for what torch would read beside it."""
+    p, q = problem, inputs.q
+    if not p.varlen:
+        return q.new_empty((p.batch, p.num_heads, triton.cdiv(p.seqlen_q, PAD.value) * PAD.value), dtype=torch.float32)
+    shape = p.num_heads, (q.shape[0] // PAD.value + p.batch + 1) * PAD.value
+    return q.new_full(shape, fill, dtype=torch.float32) if p.has_sink else q.new_empty(shape, dtype=torch.float32)
+
+
+def workspace_of(x: Tensor) -> Workspace:
+    return Workspace(x, *x.stride()[:2]) if x.dim() == 3 else Workspace(x, None, x.stride(0))
 
 
 def sequences_of(problem: Problem, inputs: Inputs) -> Sequences:

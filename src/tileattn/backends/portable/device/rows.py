@@ -35,6 +35,15 @@ class RowStats(NamedTuple):
     stride_head: int
 
 
+class Workspace(NamedTuple):
+    """Like RowStats, for kernels alone: rows of a sequence are padded to a multiple of PAD, and so are strides.
+    stride_batch is None for varlen."""
+
+    ptr: Any
+    stride_batch: int | None
+    stride_head: int
+
+
 class Sequences(NamedTuple):
     """Lengths (varlen: the longest), where sequences begin (None unless varlen), query heads, and the window. Made
     inside a kernel, from arguments of their own: Triton would specialise on integers in a tuple."""
@@ -51,6 +60,9 @@ class Sequences(NamedTuple):
 
 
 SIZES = ["seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "window_left", "window_right"]
+
+
+PAD = tl.constexpr(128)
 
 
 @triton.jit
@@ -143,8 +155,11 @@ def stats_at(stats, batch, head, start):
 
 
 @triton.jit
-def workspace_at(stats, batch, head, start):
-    """The same for a tensor of `workspace`, whose heads begin at multiples of 16."""
-    stride_batch = tl.multiple_of(size(stats.stride_batch), 16)
-    stride_head = tl.multiple_of(size(stats.stride_head), 16)
-    return stats.ptr + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head + start
+def workspace_at(x, batch, head, start):
+    """Pointer to the first row of one head of one sequence in a workspace: there they begin at multiples of PAD."""
+    begin = start // PAD * PAD
+    if x.stride_batch is None:  # varlen: a gap of up to PAD rows before each sequence
+        begin += batch * PAD
+    else:
+        begin += batch.to(tl.int64) * x.stride_batch
+    return x.ptr + tl.multiple_of(begin + head.to(tl.int64) * x.stride_head, PAD)
