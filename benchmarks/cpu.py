@@ -3,8 +3,9 @@
     python benchmarks/cpu.py --output benchmarks/results/epyc-cpu.json
 
 tileattn is called through its public API on (batch, seqlen, heads, head_dim); F.scaled_dot_product_attention on
-contiguous (batch, heads, seqlen, head_dim), the order it prefers. Backward is timed through autograd for all. A figure
-is the best of the rounds: what else the machine does only ever adds to a time.
+contiguous (batch, heads, seqlen, head_dim), the order it prefers. Backward is timed through autograd for all. Each takes
+its turn for TURN seconds, first call not counted, because OpenMP's threads spin for milliseconds after one operator and
+take cores from the next. A figure is the best of the rounds' medians: what else the machine does only ever adds to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from tileattn.problem import Problem
 from tileattn.reference import standard_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TURN = 0.04  # seconds; at least one call
 STANDARD_SEQLEN = 4096  # standard attention is timed at this length alone: its matrices soon fill the memory
 
 
@@ -61,13 +64,15 @@ def _backward(out: torch.Tensor, leaves: list[torch.Tensor], gradient: torch.Ten
 
 def milliseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     best = dict.fromkeys(functions, math.inf)
-    for function in functions.values():
-        function()
     for _ in range(rounds):
         for name, function in functions.items():
-            start = time.perf_counter()
             function()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+            times: list[float] = []
+            while not times or sum(times) < TURN:
+                start = time.perf_counter()
+                function()
+                times.append(time.perf_counter() - start)
+            best[name] = min(best[name], 1e3 * statistics.median(times))
     return best
 
 
