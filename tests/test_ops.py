@@ -46,7 +46,7 @@ def packed():
 def flat(problem, inputs):
     p = problem
     scalars = p.seqlen_q, p.seqlen_k, p.scale, p.window_left, p.window_right, p.softcap, p.dropout_p, p.deterministic
-    return (*inputs, *scalars, "cpu")
+    return (*inputs, *scalars, p.score_mod, p.score_derivative, p.mask_mod, p.block_size, "cpu")
 
 
 def call_of(kind):

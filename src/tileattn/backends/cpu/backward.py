@@ -18,7 +18,7 @@ from tileattn.backends.cpu import tiling, workers
 from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LOG2E, ModifierGradients, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
-from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap, visit
+from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 
@@ -198,7 +198,7 @@ class _KeyBlock:
     def run(self, blocks: Blocks) -> None:
         stack = self.heads.stack
         for rows in stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align):
-            tiles = [t for t in visit(self.scores.window, rows, self.cols, blocks) if not self.scores.hidden(t)]
+            tiles = list(self.scores.tiles(rows, self.cols, blocks))
             if tiles:
                 loaded = self._load(rows)
                 for tile in tiles:
@@ -220,7 +220,7 @@ class _KeyBlock:
     def _tile(self, tile: Tile, rows: _Rows) -> None:
         c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
         k, v, low_k = self.k[..., c, :], self.v[..., c, :], self.low_k[..., c, :]
-        p, product = self._probabilities(tile, k, rows)
+        p, product, raw = self._probabilities(tile, k, rows)
         keep = self.scores.keep(tile)
         if keep is None:
             dropped, ds = p, linear(v, rows.dout, rows.neg_delta).mul_(p)
@@ -229,19 +229,21 @@ class _KeyBlock:
             ds = linear(v, rows.dout).mul_(keep).add_(rows.neg_delta[..., None, :]).mul_(p)
         if self.call.dv is not None:
             self.dv[..., c, :].add_(linear(dropped.to(self.low), rows.low_dout.transpose(-1, -2)))
-        ds = self.scores.chain(ds, product, tile, self.modifiers).to(self.low)
+        ds = self.scores.chain(ds, product, raw, tile, self.modifiers).to(self.low)
         if self.call.dk is not None:
             self.dk[..., c, :].add_(linear(ds, rows.low_q.transpose(-1, -2)))
         if self.call.dq is not None:
             rows.dq.add_(linear(low_k.transpose(-1, -2), ds.transpose(-1, -2)))
 
-    def _probabilities(self, tile: Tile, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """P and the product q.k (its tanh, with a softcap), [*, cols, rows]."""
+    def _probabilities(self, tile: Tile, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """P, the product q.k (its tanh, with a softcap) and what score_mod took, [*, cols, rows]. Where no derivative
+        needs them, they may be P as well."""
         if self.scores.plain:
             product = self.scores.product(k, rows.q, rows.neg_lse)
-            return self.scores.add_window(product, tile).exp2_(), product
+            return self.scores.add_window(product, tile).exp2_(), product, product
         product = self.scores.product(k, rows.q)
-        return self.scores.modify(product, tile).add_(rows.neg_lse[..., None, :]).exp2_(), product
+        raw = self.scores.raw(product, tile)
+        return self.scores.modify(raw, tile).add_(rows.neg_lse[..., None, :]).exp2_(), product, raw
 
 
 def _write(call: _Call, family: list[_Heads], parts: list[_Part]) -> None:

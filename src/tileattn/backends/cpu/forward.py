@@ -18,7 +18,7 @@ from tileattn.backends.cpu import tiling, workers
 from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LN2, LOG2E, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
-from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, visit
+from tileattn.backends.cpu.tiling import Blocks, Tile, cuts
 from tileattn.problem import Forward, Inputs, Problem
 
 MAX_ROW_SUM = 2.0**24  # beyond it m is too small to stand for the maximum
@@ -70,9 +70,8 @@ def _attend(inputs: Inputs, stack: Stack, blocks: Blocks, rows: range, cols: ran
     k, v, v_dtype = stack.keys(inputs.k), stack.keys(inputs.v), operand_dtype(stack.problem.dtype)
     softmax = OnlineSoftmax(scores, rows, q)
     for block in stack.cuts(cols, blocks.columns(q.shape[:-1].numel()), blocks.align):
-        for tile in visit(scores.window, rows, block, blocks):
-            if not scores.hidden(tile):
-                softmax.step(tile, stack.cols(k, tile.cols, dtype), stack.cols(v, tile.cols, v_dtype))
+        for tile in scores.tiles(rows, block, blocks):
+            softmax.step(tile, stack.cols(k, tile.cols, dtype), stack.cols(v, tile.cols, v_dtype))
     return softmax
 
 
@@ -122,7 +121,7 @@ class OnlineSoftmax:
 
     def _textbook_step(self, r: slice, tile: Tile, k: Tensor, v: Tensor) -> None:
         m, l, acc = self.m[..., r], self.l[..., r], self.acc[..., r]
-        s = self.scores.modify(self.scores.product(k, self.q[..., r, :]), tile)
+        s = self.scores.modify(self.scores.raw(self.scores.product(k, self.q[..., r, :]), tile), tile)
         m_new = torch.maximum(m, s.amax(-2))
         shift = _finite(m_new)
         alpha = (m - shift).exp2_()
