@@ -374,6 +374,26 @@ MODIFIERS: dict[str, dict[str, object]] = {
         "sink": True,
         "dropout_p": 0.2,
     },
+    "varlen": {"lengths_q": (70, 0, 129, 1), "lengths_k": (70, 65, 64, 0)},
+    "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 33, 65), "causal": True},
+    "varlen_everything": {
+        "lengths_q": (0, 67, 1, 40),
+        "lengths_k": (12, 129, 40, 0),
+        "num_heads": 4,
+        "num_heads_k": 2,
+        "causal": True,
+        "window": (60, -1),
+        "softcap": 4.0,
+        "bias": (True, True, True, True),
+        "mask": (True, False, False, True),
+        "alibi": True,
+        "sink": True,
+        "dropout_p": 0.2,
+    },
+}
+
+# The same for mods and block masks.
+MODS: dict[str, dict[str, object]] = {
     "score_mod": {"score_mod": "tanh"},
     "score_mod_table": {"score_mod": "relative", "num_heads": 4, "num_heads_k": 2},
     "score_mod_piecewise": {"score_mod": "piecewise", "softcap": 4.0, "bias": ALL_DIMS},
@@ -404,22 +424,6 @@ MODIFIERS: dict[str, dict[str, object]] = {
         "mask_mod": "documents",
         "block_size": (32, 32),
     },
-    "varlen": {"lengths_q": (70, 0, 129, 1), "lengths_k": (70, 65, 64, 0)},
-    "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 33, 65), "causal": True},
-    "varlen_everything": {
-        "lengths_q": (0, 67, 1, 40),
-        "lengths_k": (12, 129, 40, 0),
-        "num_heads": 4,
-        "num_heads_k": 2,
-        "causal": True,
-        "window": (60, -1),
-        "softcap": 4.0,
-        "bias": (True, True, True, True),
-        "mask": (True, False, False, True),
-        "alibi": True,
-        "sink": True,
-        "dropout_p": 0.2,
-    },
 }
 
 # Odd sizes: none, one, and either side of a power of two.
@@ -443,11 +447,16 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140) -> Case:
-    """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together."""
+def cases(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140, mods: bool = False
+) -> Case:
+    """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together; with mods, those and block masks."""
     length = st.integers(0, max_seqlen)
     dims = st.none() | st.tuples(*[st.booleans()] * 4)
     bound = st.integers(-1, max_seqlen)
+    score_mods = st.sampled_from((None, "tanh", "relative", "piecewise", "causal") if mods else (None,))
+    mask_mods = st.sampled_from((None, "causal", "documents", "lengths") if mods else (None,))
+    block_sizes = st.sampled_from((None, (16, 32), (64, 64), (128, 128)) if mods else (None,))
     num_heads_k = draw(st.integers(1, 2))
     lengths = draw(st.none() | st.lists(st.tuples(length, length), max_size=3))
     return Case(
@@ -470,9 +479,9 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), m
         alibi=draw(st.booleans()),
         sink=draw(st.booleans()),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))),
-        score_mod=draw(st.sampled_from((None, None, "tanh", "relative", "piecewise", "causal"))),
-        mask_mod=draw(st.sampled_from((None, None, "causal", "documents", "lengths"))),
-        block_size=draw(st.sampled_from((None, None, (16, 32), (64, 64), (128, 128)))),
+        score_mod=draw(score_mods),
+        mask_mod=draw(mask_mods),
+        block_size=draw(block_sizes),
         layout=draw(st.sampled_from(("bshd", "bhsd", "sliced", "strided"))),
         magnitude=draw(st.sampled_from((1.0, 1.0, 10.0))),
         seed=draw(st.integers(0, 2**16)),

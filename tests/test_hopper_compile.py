@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Triton's Gluon")
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_compiling import call_of, compile_forward
 
 from tileattn.backends.hopper.ptx import FIRST_BARRIER

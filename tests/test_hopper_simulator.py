@@ -6,7 +6,7 @@ from oracle import Case, assert_rule, build
 
 from tileattn.reference import standard_attention
 
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Triton's Gluon")
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_simulator import FaultError, Kernel
 
 SMALL = Case(batch=1, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)

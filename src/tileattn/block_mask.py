@@ -42,7 +42,7 @@ class BlockMask(NamedTuple):
 
     @staticmethod
     def from_mask(mask: Tensor, block_size: BlockSize = BLOCK_SIZE) -> BlockMask:
-        """From a bool mask (..., seqlen_q, seqlen_k), True where a score takes part; empty and full blocks are found."""
+        """From a bool mask (..., seqlen_q, seqlen_k), True where a score takes part: finds empty and full blocks."""
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
             raise TypeError(f"mask: got {_what(mask)}, expected torch.bool, 2 to 4 dims (..., seqlen_q, seqlen_k)")
         mask, size = _four(mask), _block_size(block_size)

@@ -9,7 +9,7 @@ from tileattn.lab.traffic import Traffic, standard_traffic, tiled_traffic
 from tileattn.problem import Problem
 
 # In order of preference: the first that supports a problem serves it.
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "hopper", "portable")
 
 
 def load(name: str) -> Backend:
@@ -18,6 +18,10 @@ def load(name: str) -> Backend:
         from tileattn.backends import cpu
 
         return cpu
+    if name == "hopper":
+        from tileattn.backends import hopper
+
+        return hopper
     if name == "portable":
         from tileattn.backends import portable
 

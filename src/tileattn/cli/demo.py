@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -258,7 +259,13 @@ def _draw(results: dict[str, dict[str, Any]], config: Any, args: argparse.Namesp
 
 def _report(found: dict[str, Any], explanation: tileattn.Explanation) -> str:
     results = found["results"]
-    same = len({tuple(result["tokens"]) for result in results.values()}) == 1
+    texts = list(dict.fromkeys(result["text"] for result in results.values()))
+    if len(texts) == 1:
+        heading = "All three write the same:"
+    elif found["differences"]:
+        heading = "They write:"
+    else:
+        heading = "They part where two tokens are equally likely but for rounding:"
     rows = [
         ["", *results],
         ["loss", *(f"{r['loss']:.5f}" for r in results.values())],
@@ -277,8 +284,8 @@ def _report(found: dict[str, Any], explanation: tileattn.Explanation) -> str:
         "Peak memory is beyond the weights. The matrix of scores that standard attention holds takes "
         f"{format_bytes(matrix)}: {p.num_heads} heads x {p.seqlen_q} x {p.seqlen_k} x {p.dtype.itemsize} bytes.",
         "",
-        "All three write the same:" if same else "They part where two tokens are equally likely but for rounding:",
-        *(f"  {text}" for text in dict.fromkeys(r["text"] for r in results.values())),
+        heading,
+        *(textwrap.indent(text, "  ") for text in texts),
         "",
         *(f"DIFFERENT  {difference}" for difference in found["differences"]),
         f"Time and memory over sequence length: {found['picture']}",

@@ -19,9 +19,10 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
 
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
     blocks = tiling.BLOCKS
-    rows = min(blocks.positions(problem.group), problem.seqlen_q) * problem.group
+    rows = max(min(blocks.positions(problem.group), problem.seqlen_q) * problem.group, 1)
+    cols = blocks.cols if direction == "backward" else blocks.columns(rows)
     return Tiles(
-        block_m=max(rows, 1),
-        block_n=max(min(blocks.columns(rows), problem.seqlen_k), 1),
-        why="the tile and its exponentials stay in a core's L2 cache; each is one large matrix product",
+        block_m=rows,
+        block_n=max(min(cols, problem.seqlen_k), 1),
+        why="each tile is one large matrix product, and its exponentials stay in a core's cache",
     )

@@ -84,9 +84,8 @@ def backward(
     workers.run([workers.Job([partial(_row_statistics, call, h)], lambda _: None) for h in heads], threads)
     # heads may share elements of dbias, columns do not: with dbias, tasks divide the columns alone
     families = [[h] for h in heads] if call.dbias is None else [heads]
-    splits = _splits(len(families), threads)
     jobs = []
-    for family in families:
+    for family, splits in zip(families, _splits(families, threads), strict=True):
         ranges = _key_ranges(max((h.stack.seqlen_k for h in family), default=0), splits, tiling.BLOCKS)
         tasks = [partial(_differentiate, call, tiling.BLOCKS, family, cols) for cols in ranges]
         jobs.append(workers.Job(tasks, partial(_write, call, family)))
@@ -131,16 +130,18 @@ def _row_statistics(call: _Call, heads: _Heads) -> None:
     neg_delta.masked_fill_(empty, 0.0)
 
 
-def _splits(families: int, threads: int) -> int:
-    """Into how many ranges of keys a family is split, so that all threads have work to the end."""
-    if families == 0 or families >= 4 * threads or families % threads == 0:
-        return 1
-    return -(-4 * threads // families)
+def _splits(families: list[list[_Heads]], threads: int) -> list[int]:
+    """Into how many ranges of keys each family is split, so that all threads have work to the end."""
+    sizes = [sum(h.stack.scores for h in family) for family in families]
+    total = max(sum(sizes), 1)
+    if threads == 1 or (len(families) % threads == 0 and len(set(sizes)) == 1):
+        return [1] * len(families)
+    return [-(-tiling.BALANCE * threads * size // total) for size in sizes]
 
 
 def _key_ranges(seqlen_k: int, splits: int, blocks: Blocks) -> list[range]:
     """At least one, since a task also writes the zeros of a stack without keys."""
-    size = -(-seqlen_k // splits // blocks.strip) * blocks.strip
+    size = -(-seqlen_k // max(splits, 1) // blocks.strip) * blocks.strip
     return cuts(range(seqlen_k), max(size, blocks.strip), seqlen_k) or [range(0)]
 
 

@@ -31,9 +31,7 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     shape = (problem.num_heads, q.shape[0]) if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
     lse = q.new_empty(shape, dtype=problem.lse_dtype)
     todo, threads = stacks(problem, inputs)
-    blocks = tiling.BLOCKS
-    while 1 < threads > _count(todo, blocks) / 2 and blocks.rows > tiling.MIN_ROWS:
-        blocks = blocks._replace(rows=blocks.rows // 2)
+    blocks = _balanced(todo, threads)
     splits = max(threads // max(_count(todo, blocks), 1), 1)
     jobs = []
     for stack in todo:
@@ -44,6 +42,19 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
             jobs.append(workers.Job(tasks, partial(_write, out, lse, stack, rows)))
     workers.run(jobs, threads)
     return Forward(out, lse)
+
+
+def _balanced(todo: list[Stack], threads: int) -> Blocks:
+    """Blocks with so many rows that all threads have work to the end."""
+    blocks, count = tiling.BLOCKS, _count(todo, tiling.BLOCKS)
+    while (
+        threads > 1
+        and blocks.rows > tiling.MIN_ROWS
+        and (count < 2 * threads or (count % threads and count < tiling.BALANCE * threads))
+    ):
+        blocks = blocks._replace(rows=blocks.rows // 2)
+        count = _count(todo, blocks)
+    return blocks
 
 
 def _row_blocks(stack: Stack, blocks: Blocks) -> list[range]:

@@ -14,7 +14,8 @@ ONEDNN_MIN_WORK = 2**20  # multiply-adds
 ONEDNN_MULTIPLE = 8  # of every dim
 
 _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-_bfloat16_is_fast = any(torch.cpu.get_capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+_capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+_bfloat16_is_fast = any(_capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

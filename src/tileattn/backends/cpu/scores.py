@@ -148,16 +148,20 @@ class Scores:
 
     def chain(self, ds: Tensor, product: Tensor, raw: Tensor, tile: Tile, into: ModifierGradients) -> Tensor:
         """Gradient of the scores -> gradient of q.k * scale, in place; alibi's and bias' on the way."""
-        if self.stack.problem.score_mod:
-            program = Program.parse(self.stack.problem.score_derivative)
+        stack, rows = self.stack, len(tile.rows)
+        if stack.problem.score_mod:
+            program = Program.parse(stack.problem.score_derivative)
             five = self._five(ds, tile)
             values = (self._five(raw, tile), *self._indices(tile), five)
             five.copy_(program.run(values, self.inputs.score_mod_tensors, self.dtype))
         if into.slopes is not None:
-            into.slopes.sub_(self._five(ds * self._distance(tile), tile).sum((2, 3)))
+            of_rows = (ds * self._distance(tile)).sum(-2)
+            into.slopes.sub_(of_rows.view(len(stack.batches), len(stack.heads), rows, -1).sum(2))
         if into.bias is not None:
-            target = _part(into.bias, tile).permute(0, 1, 4, 3, 2)  # [batches, heads, cols, rows, group]
-            target.add_(self._five(ds, tile).sum_to_size(target.shape))
+            target = _part(into.bias, tile).transpose(2, 3)  # [batches, heads, rows, group, cols], each maybe 1
+            untransposed = ds.transpose(-1, -2).contiguous()
+            untransposed = untransposed.view(len(stack.batches), len(stack.heads), rows, -1, len(tile.cols))
+            target.add_(untransposed.sum_to_size(target.shape))
         if self.softcap:
             ds.mul_(product.square_().neg_().add_(1.0))
         return ds
@@ -194,7 +198,8 @@ class Scores:
         if batches * heads > 1:
             x = x.expand(len(self.stack.batches), len(self.stack.heads), -1, -1, -1)
         x = x.reshape(*self.stack.lead and (-1,), x.shape[2] * x.shape[3], cols)
-        return x.transpose(-1, -2).contiguous()  # copying, then adding, is faster than adding a transposed matrix
+        # copying to dense rows, transposing and adding is faster than adding a transposed matrix
+        return x.contiguous().transpose(-1, -2).contiguous()
 
 
 def _part(x: Tensor, tile: Tile) -> Tensor:

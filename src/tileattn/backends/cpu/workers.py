@@ -7,13 +7,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
 
 MIN_PARALLEL_WORK = 2**22  # multiply-adds; waking the workers costs about as much time as these
-
 
 # A tile is so large that malloc would return its pages to the system at every free. Having freed one larger block, it
 # keeps them.
@@ -41,7 +40,9 @@ def run(jobs: list[Job], threads: int) -> None:
                 job.finish([task() for task in job.tasks])
         return
     queue = _Queue(jobs, torch.is_inference_mode_enabled())
-    for future in [_pool(threads).submit(queue.drain) for _ in range(threads)]:
+    pool = _pool(threads)
+    futures = [pool.submit(queue.drain) for _ in range(threads)]
+    for future in wait(futures).done:
         future.result()
 
 
@@ -73,18 +74,15 @@ class _Queue:
 
 
 _lock = threading.Lock()
-_current: tuple[int, ThreadPoolExecutor] | None = None
+_pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """The pool of that many threads, made on first use and again when torch.set_num_threads has changed the number."""
-    global _current
+    """The pool of that many threads, made on first use."""
     with _lock:
-        if _current is None or _current[0] != threads:
-            if _current is not None:
-                _current[1].shutdown(wait=False)
-            _current = threads, _start(threads)
-        return _current[1]
+        if threads not in _pools:
+            _pools[threads] = _start(threads)
+        return _pools[threads]
 
 
 def _start(threads: int) -> ThreadPoolExecutor:
@@ -93,15 +91,15 @@ def _start(threads: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(ready.wait)
     ready.wait()
-    # torch.set_num_threads sets this thread's number and the default of threads to come: give the default back
+    # torch.set_num_threads sets its thread's number and the default of threads to come: give the default back
     torch.set_num_threads(threads)
     return pool
 
 
 def _forget() -> None:
     """Threads do not survive a fork."""
-    global _current, _lock
-    _current, _lock = None, threading.Lock()
+    global _pools, _lock
+    _pools, _lock = {}, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,8 +5,6 @@ It serves what the fast kernel was written for and says what it does not; anothe
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
     p = problem
     if direction == "backward":
         return "has no backward"
-    if p.device.type != "cuda" or _capability(p.device) != (9, 0):
+    if not _is_hopper(p.device):
         return "needs a Hopper GPU (H100, H200)"
     if _import_error is not None:
         return f"needs Triton's Gluon ({_import_error})"
@@ -52,17 +50,20 @@ def _modifiers(p: Problem) -> str | None:
         "bias": p.has_bias,
         "mask": p.has_mask,
         "dropout": p.dropout_p > 0.0,
+        "score_mod": bool(p.score_mod),
+        "mask_mod": bool(p.mask_mod),
+        "block_mask": bool(p.block_size),
     }
     names = [name for name, there in present.items() if there]
     return f"has no {', '.join(names)}" if names else None
 
 
-@functools.lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """None: there is no such device here (a fake tensor may still name it)."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
+def _is_hopper(device: torch.device) -> bool:
+    """False where there is no such device (a fake tensor may still name it)."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)
 
 
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:

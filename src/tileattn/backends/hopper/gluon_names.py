@@ -1,5 +1,6 @@
 """Gluon's Hopper names under one spelling for Triton 3.6 to 3.9: the only file that knows how they changed."""
 
+import triton
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,6 +20,11 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+FIRST_KNOWN, LAST_KNOWN = (3, 6), (3, 9)
+_version = tuple(map(int, triton.__version__.split(".")[:2]))
+if not FIRST_KNOWN <= _version <= LAST_KNOWN:
+    raise ImportError(f"Triton {triton.__version__}: this backend knows Gluon, which is experimental, of 3.6 to 3.9")
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global

@@ -96,12 +96,13 @@ def plan_for(problem: Problem) -> Plan:
     blocks = tuple([1, r, 1, d] for r, d in zip(rows, dims, strict=True))
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks)
     shift = p.seqlen_k - p.seqlen_q
+    left, right = shift - min(p.window_left, p.seqlen_k), shift + min(p.window_right, p.seqlen_q) + 1
     section = section_of(p) if mode.CAUSAL else 1
     num_tiles = -(-p.seqlen_q // tile.block_m) * p.batch * p.num_heads
     return Plan(
         blocks,
         layouts,
-        (shift - p.window_left, shift + p.window_right + 1, section),
+        (left, right, section),
         (p.scale * LOG2_E.value, p.softcap * LOG2_E.value),
         Mode(*map(gl.constexpr, mode)),
         min(_num_sms(p.device), num_tiles),

@@ -1,0 +1,11 @@
+# What needs a GPU, or takes long without one. The quick tests are `pytest`.
+.PHONY: gpu-test gpu-bench compile-test
+
+gpu-test:
+	python -m pytest -m gpu -q
+
+gpu-bench:
+	python benchmarks/gpu.py benchmarks/results/gpu-portable.json
+
+compile-test:
+	python -m pytest tests/test_portable_compile.py -m "not gpu" -q

@@ -1,0 +1,45 @@
+"""FlashAttention-2 in Triton: one source for every GPU that Triton compiles for, and for its interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tileattn.backends import Direction, Tiles
+from tileattn.problem import Problem
+
+try:
+    from tileattn.backends.portable.backward import backward
+    from tileattn.backends.portable.forward import forward
+    from tileattn.backends.portable.tuning import tile_for
+except ImportError as error:  # no Triton on this platform
+    _import_error: str | None = str(error)
+else:
+    _import_error = None
+
+__all__ = ["backward", "forward", "supports", "tiles"]
+
+MAX_HEAD_DIM = 1024
+
+
+def supports(problem: Problem, direction: Direction = "forward") -> str | None:
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    if problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU; q is on the CPU (Triton's interpreter, TRITON_INTERPRET=1, takes CPU tensors)"
+    if problem.device.type not in ("cpu", "cuda"):
+        return f"needs a CUDA or ROCm device; q is on {problem.device}"
+    if problem.dtype == torch.float64:
+        return "float64 is not supported; use float32, or move the tensors to the CPU"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
+    if problem.score_mod or problem.mask_mod or problem.block_size:
+        return "has no score_mod, mask_mod or block_mask yet; use bias and mask, or move the tensors to the CPU"
+    if _import_error is not None:
+        return f"needs Triton ({_import_error})"
+    return None
+
+
+def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
+    tile = tile_for(problem, "forward" if direction == "forward" else "backward_kv")
+    return Tiles(tile.block_m, tile.block_n, f"{tile.num_warps} warps, {tile.num_stages} tiles in flight")

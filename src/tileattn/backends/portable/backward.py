@@ -1,0 +1,517 @@
+"""FlashAttention-2 backward, deterministic: one kernel walks down a block of keys, one along a block of rows.
+
+With P the probabilities, dP = dout v^T and delta = rowsum(dout * out) - dlse:
+
+    dS = P * (dP - delta);  dq = scale dS k;  dk = scale dS^T q;  dv = P^T dout
+
+Every block recomputes P from q, k and lse, and every gradient is summed by one program in one order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tileattn.backends.portable.device.dropout import keep_tile
+from tileattn.backends.portable.device.masks import tile_ranges, visible
+from tileattn.backends.portable.device.rows import (
+    PAD,
+    SIZES,
+    Rows,
+    RowStats,
+    Sequences,
+    load_block,
+    load_rows,
+    locate,
+    open_rows,
+    span,
+    stats_at,
+    store_block,
+    workspace_at,
+)
+from tileattn.backends.portable.device.scores import distance, open_head, score_tile, score_unit, uncap
+from tileattn.backends.portable.device.softmax import from_natural, power
+from tileattn.backends.portable.launch import (
+    block_dim_of,
+    launch,
+    mode_of,
+    modifiers_of,
+    rows_of,
+    sequences_of,
+    stats_of,
+    workspace,
+    workspace_of,
+)
+from tileattn.backends.portable.tuning import Tile, tile_for
+from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    based_lse,
+    delta,
+    seqlen_q,
+    seqlen_k,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    total_q,
+    total_k,
+    num_heads,
+    window_left,
+    window_right,
+    mode,
+    BLOCK_M: tl.constexpr,
+):
+    """delta, and lse in the base of `power`: +inf for rows that see nothing and for padding,
+    so that their probabilities are 0."""
+    seqs = Sequences(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
+    )
+    block, head, batch = locate(tl.program_id(0), tl.cdiv(seqs.seqlen_q, PAD) * (PAD // BLOCK_M), seqs.num_heads)
+    start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
+    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = offs_m < seqlen_q
+    out_tile = load_block(
+        out, batch, head, start_q, block * BLOCK_M, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M
+    )
+    dout_tile = load_block(
+        dout, batch, head, start_q, block * BLOCK_M, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M
+    )
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if dlse.ptr is not None:
+        row_delta -= tl.load(stats_at(dlse, batch, head, start_q) + offs_m, mask=inside, other=0.0)
+    row_lse = tl.load(stats_at(lse, batch, head, start_q) + offs_m, mask=inside, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), from_natural(row_lse, mode))
+    padded = offs_m < tl.cdiv(seqlen_q, PAD) * PAD
+    tl.store(workspace_at(based_lse, batch, head, start_q) + offs_m, row_lse, mask=padded)
+    tl.store(workspace_at(delta, batch, head, start_q) + offs_m, row_delta, mask=padded)
+
+
+@triton.jit
+def _walk_rows(
+    dk, dv, lo, hi, k_tile, v_tile, start_n, q_rows, dout_rows, lse_ptr, delta_ptr, in_head, seqs, mods, mode,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add what the rows in [lo, hi) give to the gradients of a block of keys. Score tiles are transposed: keys down."""
+    unit = score_unit(mods, mode)
+    for start_m in tl.range(lo, hi, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        rows = offs_m[None, :]
+        cols = (start_n + tl.arange(0, BLOCK_N))[:, None]
+        q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
+        qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
+        row_lse = tl.load(lse_ptr + offs_m)
+        s, capped = score_tile(qk, rows, cols, in_head, mods, mode)
+        p = power(s * unit - row_lse[None, :], mode)
+        if MASKED:
+            p = tl.where(visible(rows, cols, in_head, seqs, mode), p, 0.0)
+        dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
+        dp = tl.dot(v_tile, dout_tile.T, input_precision=mode.precision)
+        dropped = p
+        if mods.seed is not None:
+            keep = keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N).T
+            dropped = tl.where(keep, p * mods.rescale, 0.0)
+            dp = tl.where(keep, dp * mods.rescale, 0.0)
+        dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=mode.precision)
+        row_delta = tl.load(delta_ptr + offs_m)
+        ds = uncap(p * (dp - row_delta[None, :]), capped, mods)
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=mode.precision)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def backward_kv_kernel(
+    q,
+    k,
+    v,
+    dout,
+    based_lse,
+    delta,
+    dk,
+    dv,
+    seqlen_q,
+    seqlen_k,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    total_q,
+    total_k,
+    num_heads,
+    window_left,
+    window_right,
+    mods,
+    mode,
+    group,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dk and dv of one block of keys, over all rows of all the query heads that read it."""
+    seqs = Sequences(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
+    )
+    block, head_k, batch = locate(tl.program_id(0), tl.cdiv(seqs.seqlen_k, BLOCK_N), seqs.num_heads // group)
+    start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
+    start_k, seqlen_k = span(seqs.cu_seqlens_k, batch, seqs.total_k, seqs.seqlen_k)
+    start_n = block * BLOCK_N
+    if seqs.cu_seqlens_k is not None and start_n >= seqlen_k:
+        return
+
+    k_tile = load_block(k, batch, head_k, start_k, start_n, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
+    v_tile = load_block(v, batch, head_k, start_k, start_n, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
+    dk_tile = tl.zeros([BLOCK_N, mode.block_dim], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, mode.block_dim_v], tl.float32)
+
+    # rows past the end need no mask: they are zeros, of probability 0
+    lo, full_lo, full_hi, hi = tile_ranges(
+        start_n, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, seqlen_q - seqlen_k, seqs.window_right, seqs.window_left,
+        mode.right, mode.left, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
+    for member in tl.range(0, group, num_stages=1):  # the walk inside is what to pipeline
+        head = head_k * group + member
+        q_rows = open_rows(q, batch, head, start_q, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
+        dout_rows = open_rows(dout, batch, head, start_q, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+        lse_ptr = workspace_at(based_lse, batch, head, start_q)
+        delta_ptr = workspace_at(delta, batch, head, start_q)
+        in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+        if mode.right:
+            dk_tile, dv_tile = _walk_rows(
+                dk_tile, dv_tile, lo, tl.minimum(full_lo, hi), k_tile, v_tile, start_n, q_rows, dout_rows,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        dk_tile, dv_tile = _walk_rows(
+            dk_tile, dv_tile, full_lo, full_hi, k_tile, v_tile, start_n, q_rows, dout_rows,
+            lse_ptr, delta_ptr, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if mode.left:
+            dk_tile, dv_tile = _walk_rows(
+                dk_tile, dv_tile, full_hi, hi, k_tile, v_tile, start_n, q_rows, dout_rows,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+    dk_tile *= mods.scale
+    store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
+    store_block(dv, dv_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim_v, mode.block_dim_v, BLOCK_N)
+
+
+@triton.jit
+def _score_gradient(
+    q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, start_n, in_head, seqs, mods, mode,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(gradient of the scores, that of q.k * scale), [BLOCK_M, BLOCK_N]."""
+    rows = offs_m[:, None]
+    cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
+    qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
+    s, capped = score_tile(qk, rows, cols, in_head, mods, mode)
+    p = power(s * score_unit(mods, mode) - row_lse[:, None], mode)
+    if MASKED:
+        p = tl.where(visible(rows, cols, in_head, seqs, mode), p, 0.0)
+    dp = tl.dot(dout_tile, v_tile.T, input_precision=mode.precision)
+    if mods.seed is not None:
+        dp = tl.where(keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N), dp * mods.rescale, 0.0)
+    ds = p * (dp - row_delta[:, None])
+    return ds, uncap(ds, capped, mods)
+
+
+@triton.jit
+def _walk_keys(
+    dq, dslope, lo, hi, q_tile, dout_tile, row_lse, row_delta, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys in [lo, hi) give to the gradients of a block of rows and of its ALiBi slope."""
+    _, _, seqlen_q, seqlen_k, _, _, _ = in_head
+    for start_n in tl.range(lo, hi, BLOCK_N):
+        k_tile = load_rows(k_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DIM]
+        v_tile = load_rows(v_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DV]
+        ds, dqk = _score_gradient(
+            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, start_n, in_head, seqs, mods, mode,
+            MASKED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if mods.alibi is not None:
+            cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
+            dslope -= tl.sum(ds * distance(offs_m[:, None], cols, seqlen_q, seqlen_k), 1)
+        dq = tl.dot(dqk.to(k_tile.dtype), k_tile, dq, input_precision=mode.precision)  # [BLOCK_M, BLOCK_DIM]
+    return dq, dslope
+
+
+@triton.jit(do_not_specialize=SIZES)
+def backward_q_kernel(
+    q,
+    k,
+    v,
+    dout,
+    based_lse,
+    delta,
+    dq,
+    dslope,
+    seqlen_q,
+    seqlen_k,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    total_q,
+    total_k,
+    num_heads,
+    window_left,
+    window_right,
+    mods,
+    mode,
+    group,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of one block of rows, and its share of the gradient of the ALiBi slope: dslope (batch, heads, blocks)."""
+    seqs = Sequences(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
+    )
+    pid = tl.program_id(0)
+    blocks_m = tl.cdiv(seqs.seqlen_q, BLOCK_M)
+    block, head, batch = locate(pid, blocks_m, seqs.num_heads)
+    if mode.right:
+        reverse = blocks_m - 1 - block
+        pid += reverse - block
+        block = reverse
+    start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
+    start_k, seqlen_k = span(seqs.cu_seqlens_k, batch, seqs.total_k, seqs.seqlen_k)
+    start_m = block * BLOCK_M
+    if seqs.cu_seqlens_q is not None and start_m >= seqlen_q:
+        if dslope is not None:
+            tl.store(dslope + pid, 0.0)
+        return
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    k_rows = open_rows(k, batch, head // group, start_k, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
+    v_rows = open_rows(v, batch, head // group, start_k, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
+    in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+
+    q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
+    dout_tile = load_block(dout, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+    row_lse = tl.load(workspace_at(based_lse, batch, head, start_q) + offs_m)
+    row_delta = tl.load(workspace_at(delta, batch, head, start_q) + offs_m)
+    dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
+    slope_tile = tl.zeros([BLOCK_M], tl.float32)
+
+    lo, full_lo, full_hi, hi = tile_ranges(
+        start_m, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right,
+        mode.left, mode.right, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if mode.left:
+        dq_tile, slope_tile = _walk_keys(
+            dq_tile, slope_tile, lo, tl.minimum(full_lo, hi), q_tile, dout_tile, row_lse, row_delta, offs_m,
+            k_rows, v_rows, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    dq_tile, slope_tile = _walk_keys(
+        dq_tile, slope_tile, full_lo, full_hi, q_tile, dout_tile, row_lse, row_delta, offs_m,
+        k_rows, v_rows, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    dq_tile, slope_tile = _walk_keys(
+        dq_tile, slope_tile, full_hi, hi, q_tile, dout_tile, row_lse, row_delta, offs_m,
+        k_rows, v_rows, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+    dq_tile *= mods.scale
+    store_block(dq, dq_tile, batch, head, start_q, start_m, seqlen_q, mode.dim, mode.block_dim, BLOCK_M)
+    if dslope is not None:
+        tl.store(dslope + pid, tl.sum(slope_tile, 0))
+
+
+@triton.jit(do_not_specialize=[*SIZES, "batches", "heads"])
+def backward_bias_kernel(
+    q, k, v, dout, based_lse, delta, dbias, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k,
+    total_q, total_k, num_heads, window_left, window_right, mods, mode, group, batches, heads,
+    SHARED_ROWS: tl.constexpr, SHARED_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient of the bias, summed over all the scores that shared it: `batches` and `heads` say over
+    how many, SHARED_ROWS and SHARED_COLS whether one row or column of bias serves all."""
+    seqs = Sequences(
+        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
+    )
+    longest_q, longest_k = seqs.seqlen_q, seqs.seqlen_k
+    blocks_m = 1 if SHARED_ROWS else tl.cdiv(longest_q, BLOCK_M)
+    blocks_n = 1 if SHARED_COLS else tl.cdiv(longest_k, BLOCK_N)
+    block_n, block_m, pair = locate(tl.program_id(0), blocks_n, blocks_m)
+    bias_heads = seqs.num_heads // heads
+    bias_batch, bias_head = pair // bias_heads, pair % bias_heads
+    start_m, start_n = block_m * BLOCK_M, block_n * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for nth_batch in tl.range(0, batches, num_stages=1):
+        batch = bias_batch * batches + nth_batch
+        start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
+        start_k, seqlen_k = span(seqs.cu_seqlens_k, batch, seqs.total_k, seqs.seqlen_k)
+        end_m = seqlen_q if SHARED_ROWS else tl.minimum(start_m + BLOCK_M, seqlen_q)
+        end_n = seqlen_k if SHARED_COLS else tl.minimum(start_n + BLOCK_N, seqlen_k)
+        for nth_head in tl.range(0, heads, num_stages=1):
+            head = bias_head * heads + nth_head
+            q_rows = open_rows(q, batch, head, start_q, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
+            dout_rows = open_rows(dout, batch, head, start_q, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+            k_rows = open_rows(k, batch, head // group, start_k, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
+            v_rows = open_rows(v, batch, head // group, start_k, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
+            lse_ptr = workspace_at(based_lse, batch, head, start_q)
+            delta_ptr = workspace_at(delta, batch, head, start_q)
+            in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+            for row in tl.range(start_m, end_m, BLOCK_M, num_stages=1):
+                offs_m = row + tl.arange(0, BLOCK_M)
+                q_tile = load_rows(q_rows, row, mode, True)
+                dout_tile = load_rows(dout_rows, row, mode, True)
+                row_lse = tl.load(lse_ptr + offs_m)
+                row_delta = tl.load(delta_ptr + offs_m)
+                lo, _full_lo, _full_hi, hi = tile_ranges(
+                    row, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right,
+                    mode.left, mode.right, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+                for col in tl.range(tl.maximum(lo, start_n), tl.minimum(hi, end_n), BLOCK_N):
+                    k_tile = load_rows(k_rows, col, mode, True)
+                    v_tile = load_rows(v_rows, col, mode, True)
+                    ds, _dqk = _score_gradient(
+                        q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, col, in_head, seqs, mods, mode,
+                        True, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
+                    acc += ds
+    rows = start_m + tl.arange(0, BLOCK_M)[:, None]
+    cols = start_n + tl.arange(0, BLOCK_N)[None, :]
+    inside = (rows < longest_q) & (cols < longest_k)
+    if SHARED_ROWS:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        rows = tl.zeros([1, 1], tl.int32)
+        inside = cols < longest_k
+    if SHARED_COLS:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        cols = tl.zeros([1, 1], tl.int32)
+        inside = rows < (1 if SHARED_ROWS else longest_q)
+    ptrs = dbias.ptr + pair.to(tl.int64) * dbias.stride_head + rows.to(tl.int64) * dbias.stride_row + cols
+    tl.store(ptrs, acc.to(dbias.ptr.dtype.element_ty), mask=inside)
+
+
+def backward(
+    problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    return _Backward(problem, inputs, forward, dout, dlse).gradients(wanted)
+
+
+class _Backward:
+    """The launches of one backward call, over what they share."""
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None
+    ) -> None:
+        self.problem, self.inputs = problem, inputs
+        if dout is None:
+            dout = torch.zeros_like(forward.out)
+        self.dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
+        self.sequences = sequences_of(problem, inputs)
+        self.modifiers = modifiers_of(problem, inputs)
+        self._delta(forward, dlse)
+
+    def gradients(self, wanted: Wanted) -> Gradients:
+        dk, dv = self._key_gradients() if wanted.k or wanted.v else (None, None)
+        dq, dslopes = self._query_gradients(wanted) if wanted.q or wanted.alibi_slopes else (None, None)
+        return Gradients(
+            dq if wanted.q else None,
+            dk if wanted.k else None,
+            dv if wanted.v else None,
+            self._bias_gradient() if wanted.bias else None,
+            dslopes,
+            self._sink_gradient() if wanted.sink else None,
+        )
+
+    def _delta(self, forward: Forward, dlse: Tensor | None) -> None:
+        p = self.problem
+        tile = Tile(max(16, min(128, 8192 // block_dim_of(p.head_dim_v))), 0, 4, 1)
+        self._launch(
+            delta_kernel,
+            p.batch * p.num_heads * triton.cdiv(p.seqlen_q, PAD.value) * (PAD.value // tile.block_m),
+            tile,
+            rows_of(forward.out),
+            rows_of(self.dout),
+            stats_of(forward.lse.contiguous()),
+            RowStats(None, 0, 0) if dlse is None else stats_of(dlse.contiguous()),
+            workspace_of(self.lse),
+            workspace_of(self.delta),
+            *self.sequences,
+            mode_of(p, tile, forward.out, self.dout),
+            tile.block_m,
+        )
+
+    def _key_gradients(self) -> tuple[Tensor, Tensor]:
+        p = self.problem
+        dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
+        tile = tile_for(p, "backward_kv")
+        programs = p.batch * p.num_heads_k * triton.cdiv(p.seqlen_k, tile.block_n)
+        self._walk(backward_kv_kernel, programs, tile, (rows_of(dk), rows_of(dv)))
+        return dk, dv
+
+    def _query_gradients(self, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+        p, slopes = self.problem, self.inputs.alibi_slopes
+        dq = self.inputs.q.new_empty(self.inputs.q.shape)
+        tile = tile_for(p, "backward_q")
+        blocks = triton.cdiv(p.seqlen_q, tile.block_m)
+        dslope = self.delta.new_empty(p.batch, p.num_heads, blocks) if wanted.alibi_slopes else None
+        self._walk(backward_q_kernel, p.batch * p.num_heads * blocks, tile, (rows_of(dq), dslope))
+        if slopes is None or dslope is None:
+            return dq, None
+        dslope = dslope.sum(-1)
+        return dq, (dslope.sum(0, keepdim=True) if slopes.shape[0] == 1 else dslope).to(slopes.dtype)
+
+    def _bias_gradient(self) -> Tensor:
+        p, bias = self.problem, self.inputs.bias
+        assert bias is not None
+        dbias = bias.new_empty(bias.shape)
+        batch, heads, rows, cols = bias.shape
+        tile = tile_for(p, "backward_q")
+        shared_rows, shared_cols = rows == 1, cols == 1
+        blocks_m = 1 if shared_rows else triton.cdiv(p.seqlen_q, tile.block_m)
+        blocks_n = 1 if shared_cols else triton.cdiv(p.seqlen_k, tile.block_n)
+        self._walk(
+            backward_bias_kernel,
+            batch * heads * blocks_m * blocks_n,
+            tile,
+            (Rows(dbias, 0, cols, rows * cols),),
+            (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
+        )
+        return dbias
+
+    def _sink_gradient(self) -> Tensor:
+        """The sink is one more score, with probability exp(sink - lse) and no value: its dP is 0."""
+        sink = self.inputs.sink
+        assert sink is not None
+        base = 1.0 if self.problem.dtype == torch.float32 else math.log(2.0)
+        probs = torch.exp(sink.to(torch.float32)[:, None] - self.lse * base)
+        dims = (1,) if self.problem.varlen else (0, 2)
+        return -(probs * self.delta).sum(dims).to(sink.dtype)
+
+    def _walk(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: Tile,
+        outputs: tuple[Any, ...],
+        extra: tuple[Any, ...] = (),
+    ) -> None:
+        q, k, v = self.inputs[:3]
+        self._launch(
+            kernel,
+            programs,
+            tile,
+            *map(rows_of, (q, k, v, self.dout)),
+            workspace_of(self.lse),
+            workspace_of(self.delta),
+            *outputs,
+            *self.sequences,
+            self.modifiers,
+            mode_of(self.problem, tile, q, k, v, self.dout),
+            self.problem.group,
+            *extra,
+            tile.block_m,
+            tile.block_n,
+        )
+
+    def _launch(self, kernel: Any, programs: int, tile: Tile, *args: Any) -> None:
+        launch(kernel, self.problem.device, programs, tile, *args)

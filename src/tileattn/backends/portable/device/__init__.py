@@ -1,0 +1,1 @@
+"""Functions that the kernels share."""

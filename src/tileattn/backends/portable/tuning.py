@@ -1,0 +1,111 @@
+"""Tiles by chip, head dim, dtype and direction. Data, not code: `tile_for` only looks them up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+
+from tileattn.problem import Problem
+
+Kernel = Literal["forward", "backward_kv", "backward_q"]
+
+
+class Tile(NamedTuple):
+    """block_m query rows by block_n key rows.
+
+    descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
+    more programs fit on a multiprocessor; 0 leaves it to the compiler.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False
+    registers: int = 0
+
+
+# head_dim at most -> tile, for 16-bit dtypes
+Table = dict[Kernel, dict[int, Tile]]
+HOPPER: Table = {
+    "forward": {
+        64: Tile(64, 128, 4, 2, True),
+        128: Tile(128, 64, 8, 2, True, 128),
+        256: Tile(128, 64, 8, 2, True),
+        512: Tile(64, 32, 8, 1),
+        1024: Tile(16, 32, 8, 1),
+    },
+    "backward_kv": {
+        64: Tile(64, 64, 4, 3, True),
+        128: Tile(64, 64, 4, 2, True),
+        256: Tile(64, 64, 8, 2, True),
+        512: Tile(16, 64, 8, 1),
+        1024: Tile(16, 16, 8, 1),
+    },
+    "backward_q": {
+        64: Tile(128, 64, 8, 3),
+        128: Tile(64, 64, 4, 2, True),
+        256: Tile(128, 32, 8, 2, True),
+        512: Tile(64, 16, 8, 1),
+        1024: Tile(16, 16, 8, 1),
+    },
+}
+# for any chip with 64 KiB of shared memory
+DEFAULT: Table = {
+    "forward": {
+        64: Tile(128, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
+        256: Tile(32, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+        1024: Tile(16, 16, 8, 1),
+    },
+    "backward_kv": {
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+        1024: Tile(16, 16, 8, 1),
+    },
+    "backward_q": {
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(32, 16, 4, 1),
+        512: Tile(16, 16, 4, 1),
+        1024: Tile(16, 16, 8, 1),
+    },
+}
+# float32 in full precision runs on the plain arithmetic units, operands in registers
+FLOAT32: Table = {
+    kernel: {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1),
+        256: Tile(16, 16, 4, 1),
+        512: Tile(16, 16, 4, 1),
+        1024: Tile(16, 16, 8, 1),
+    }
+    for kernel in DEFAULT
+}
+# the interpreter: small, so that small problems have several tiles
+INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEFAULT}
+
+
+def tile_for(problem: Problem, kernel: Kernel) -> Tile:
+    return _lookup(problem.device, problem.dtype, max(problem.head_dim, problem.head_dim_v), kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lookup(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Kernel) -> Tile:
+    by_dim = table_for(device, dtype)[kernel]
+    return by_dim[min(limit for limit in by_dim if limit >= head_dim)]
+
+
+def table_for(device: torch.device, dtype: torch.dtype) -> Table:
+    if device.type == "cpu":
+        return INTERPRETER
+    if dtype == torch.float32:
+        return FLOAT32
+    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        return HOPPER
+    return DEFAULT

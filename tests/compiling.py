@@ -1,0 +1,112 @@
+"""Compile the portable kernels for GPUs that this machine does not have, through the launchers that users run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tileattn.backends import portable
+from tileattn.backends.portable import tuning
+from tileattn.backends.portable.launch import compile_options
+from tileattn.problem import Inputs, Problem, Wanted
+
+TARGETS = {
+    **{f"sm{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 100, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+
+
+class Compiled(NamedTuple):
+    """Registers a thread; bytes of spills a thread, counted as loads and stores of local memory in the code."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    kernel: Any
+
+
+class _Driver:
+    """What Triton asks of a driver when it only compiles. Each target is a device: Triton caches by device."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return list(TARGETS.values()).index(self.target)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled]) -> Iterator[None]:
+    """Launches compile and are recorded, with the tiles of `table`."""
+
+    def record(kernel: Any, device: torch.device, programs: int, tile: tuning.Tile, *args: Any) -> None:
+        compiled = kernel.run(*args, grid=(programs,), warmup=True, **compile_options(tile))
+        found.append(_measure(kernel.__name__, compiled, target))
+
+    modules = [sys.modules[f"tileattn.backends.portable.{name}"] for name in ("forward", "backward")]
+    before = [module.launch for module in modules], tuning.table_for, triton.runtime.driver._active
+    tuning._lookup.cache_clear()
+    tuning.table_for = lambda device, dtype: table
+    triton.runtime.driver.set_active(_Driver(target))
+    for module in modules:
+        module.launch = record
+    try:
+        yield
+    finally:
+        for module, launch in zip(modules, before[0], strict=True):
+            module.launch = launch
+        tuning.table_for = before[1]
+        tuning._lookup.cache_clear()
+        triton.runtime.driver._active = before[2]
+
+
+def _measure(name: str, kernel: Any, target: GPUTarget) -> Compiled:
+    if target.backend == "cuda":
+        sass = kernel.asm["sass"]
+        spills = 4 * len(re.findall(r"\b(?:LDL|STL)\b", sass))
+        used = [int(n) for n in re.findall(r"\bR(\d+)\b", sass)]
+        return Compiled(name, max(used, default=0) + 1, spills, kernel.metadata.shared, kernel)
+    amdgcn = kernel.asm["amdgcn"]
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", amdgcn)
+    spills = re.search(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)
+    assert registers is not None
+    assert spills is not None
+    return Compiled(name, int(registers[1]), 4 * int(spills[1]), kernel.metadata.shared, kernel)
+
+
+def compile_call(
+    problem: Problem,
+    inputs: Inputs,
+    target: GPUTarget,
+    table: tuning.Table,
+    wanted: Wanted | None = Wanted(),  # noqa: B008
+) -> list[Compiled]:
+    """Every kernel of a call, forward and (unless wanted is None) backward."""
+    found: list[Compiled] = []
+    with _compiling_for(target, table, found):
+        forward = portable.forward(problem, inputs)
+        if wanted is not None:
+            portable.backward(problem, inputs, forward, forward.out, None, wanted)
+    return found

@@ -1,0 +1,103 @@
+"""What the Hopper backend serves and refuses, and how it plans, on any machine."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tileattn.backends import hopper
+from tileattn.problem import Problem
+
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
+from tileattn.backends.hopper.launch import _descriptor, plan_for, tile_for
+
+PLAIN = Problem(
+    batch=2,
+    seqlen_q=256,
+    seqlen_k=256,
+    num_heads=4,
+    num_heads_k=2,
+    head_dim=128,
+    head_dim_v=128,
+    dtype=torch.bfloat16,
+    device=torch.device("cuda", 0),
+    scale=0.1,
+)
+REFUSED = {
+    "dtype": {"dtype": torch.float32},
+    "head_dim_odd": {"head_dim": 100},
+    "head_dim_large": {"head_dim_v": 264},
+    "few_queries": {"seqlen_q": 8},
+    "no_keys": {"seqlen_k": 0},
+    "scale": {"scale": -0.1},
+    "varlen": {"varlen": True},
+    "bias": {"has_bias": True},
+    "mask": {"has_mask": True},
+    "dropout": {"dropout_p": 0.1},
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+
+
+def test_it_needs_the_chip():
+    assert hopper.supports(dataclasses.replace(PLAIN, device=torch.device("cpu"))) == "needs a Hopper GPU (H100, H200)"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_serve_is_refused_with_a_reason(name):
+    assert hopper.supports(PLAIN) is None
+    assert hopper.supports(dataclasses.replace(PLAIN, **REFUSED[name]))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_it_has_no_backward():
+    assert hopper.supports(PLAIN, "backward") == "has no backward"
+
+
+@pytest.mark.parametrize(
+    ("dims", "block_dims"),
+    [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((192, 128), (256, 128)), ((128, 192), (256, 256))],
+)
+def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
+    tile = tile_for(dataclasses.replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1]))
+    assert (tile.block_dim, tile.block_dim_v) == block_dims
+
+
+@pytest.mark.parametrize(
+    ("changes", "masked"),
+    [
+        ({}, 1),
+        ({"window_right": 0}, 1),
+        ({"window_right": 0, "seqlen_k": 300}, 2),
+        ({"window_right": 0, "head_dim": 256}, 2),
+        ({"window_right": 0, "head_dim": 256, "seqlen_k": 300}, 3),
+    ],
+)
+def test_how_many_blocks_the_diagonal_crosses(changes, masked):
+    assert plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), **changes)).mode.MASKED.value == masked
+
+
+def test_a_window_of_any_width_fits_a_32_bit_argument():
+    plan = plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), window_left=2**40, window_right=2**40))
+    assert not plan.mode.LEFT.value
+    assert not plan.mode.CAUSAL.value
+    assert all(abs(size) < 2**31 for size in plan.sizes)
+
+
+@pytest.mark.parametrize("layout", ["odd_start", "odd_stride", "expanded"])
+def test_only_what_tma_cannot_address_is_copied(layout):
+    x = torch.arange(4 * 10 * 2 * 16, dtype=torch.float32).to(torch.bfloat16)
+    fits = x.view(4, 10, 2, 16)
+    assert _descriptor(fits.transpose(1, 2), [1, 2, 1, 16], None).base.data_ptr() == fits.data_ptr()
+    odd = {
+        "odd_start": x[1:1153].view(4, 9, 2, 16),
+        "odd_stride": x.view(4, 10, 32)[..., :30].unflatten(2, (2, 15)),
+        "expanded": fits[:, :, :1].expand(-1, -1, 2, -1),
+    }[layout]
+    copied = _descriptor(odd, [1, 2, 1, 16], None)
+    assert torch.equal(copied.base, odd)
+    assert copied.base.is_contiguous()

@@ -1,0 +1,114 @@
+"""The Triton backend against the oracle, in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/test_portable.py
+
+The interpreter's tiles are 32 x 32, so that small problems have whole, partial and hidden tiles. It gets bfloat16
+products wrong, so that dtype is for the GPU (test_portable_gpu.py).
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from oracle import MODIFIERS, SHAPES, Case, build, cases, check, wanted
+
+import tileattn
+from tileattn.backends import portable
+from tileattn.problem import Wanted
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+]
+
+SMALL = Case(seqlen_q=70, seqlen_k=90)
+DTYPES = [torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(MODIFIERS)], ids=lambda x: str(x)
+)
+def test_oracle_rule_with_each_modifier(name, dtype):
+    check(portable, SMALL.but(dtype=dtype).but(**MODIFIERS[name]))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_oracle_rule_for_odd_sizes(name):
+    check(portable, SMALL.but(dtype=torch.float16).but(**SHAPES[name]))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(dtypes=(torch.float16,), max_seqlen=48))
+def test_oracle_rule_for_any_problem(case):
+    check(portable, case)
+
+
+def test_pointers_and_descriptors_give_the_same_bits(monkeypatch):
+    call = build(SMALL.but(dtype=torch.float16, causal=True, num_heads=4, num_heads_k=2))
+    results = []
+    for descriptors in (True, False):
+        tile = portable.tuning.Tile(32, 32, 1, 1, descriptors)
+        monkeypatch.setattr(portable.tuning, "_lookup", lambda *_, tile=tile: tile)
+        forward = portable.forward(call.problem, call.inputs)
+        gradients = portable.backward(call.problem, call.inputs, forward, call.dout, call.dlse, Wanted())
+        results.append((*forward, *gradients[:3]))
+    for with_descriptors, with_pointers in zip(*results, strict=True):
+        assert torch.equal(with_descriptors, with_pointers)
+
+
+def test_bad_cu_seqlens_never_reach_outside_the_tensors():
+    """On a GPU the values are not checked before the launch; the interpreter reads out of bounds as a crash or NaN."""
+    case = SMALL.but(lengths_q=(40, 30), lengths_k=(50, 40), dtype=torch.float16)
+    problem, inputs, dout, dlse = build(case)
+    bad = torch.tensor([-7, 1000, 60], dtype=torch.int32)
+    inputs = inputs._replace(cu_seqlens_q=bad, cu_seqlens_k=bad)
+    forward = portable.forward(problem, inputs)
+    portable.backward(problem, inputs, forward, dout, dlse, Wanted())
+
+
+@pytest.mark.parametrize("missing", ["dout", "dlse"])
+def test_either_gradient_may_be_missing(missing):
+    call = build(SMALL.but(dtype=torch.float32))
+    forward = portable.forward(call.problem, call.inputs)
+    both = {"dout": call.dout, "dlse": call.dlse}
+    zero = both | {missing: torch.zeros_like(both[missing])}
+    got = portable.backward(call.problem, call.inputs, forward, **(both | {missing: None}), wanted=Wanted())
+    expected = portable.backward(call.problem, call.inputs, forward, **zero, wanted=Wanted())
+    for name in ("dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", Wanted._fields)
+def test_only_wanted_gradients_come_back(name):
+    problem, inputs, dout, dlse = build(SMALL.but(bias=(True, True, True, True), alibi=True, sink=True))
+    forward = portable.forward(problem, inputs)
+    everything = portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs))
+    one = Wanted(**{field: field == name for field in Wanted._fields})
+    got = portable.backward(problem, inputs, forward, dout, dlse, one)
+    assert [field for field, x in got._asdict().items() if x is not None] == [f"d{name}"]
+    assert torch.equal(getattr(got, f"d{name}"), getattr(everything, f"d{name}"))
+
+
+def test_api_reaches_the_backend_and_differentiates():
+    q, k, v = (torch.randn(1, 40, 2, 16, dtype=torch.float32, requires_grad=True) for _ in range(3))
+    out = tileattn.attention(q, k, v, causal=True, backend="portable")
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for got, want in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 2048}, "head_dim 2048 is above 1024"),
+        ({"device": torch.device("meta")}, "q is on meta"),
+    ],
+)
+def test_refusals_say_why(change, words):
+    problem = dataclasses.replace(build(SMALL).problem, **change)
+    assert words in portable.supports(problem)

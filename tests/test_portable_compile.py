@@ -1,0 +1,76 @@
+"""The portable kernels compile for GPUs that are not here, and for Hopper within a budget of spills."""
+
+import pytest
+import torch
+
+from tileattn.problem import Problem, Wanted
+
+pytest.importorskip("triton")
+
+from compiling import TARGETS, compile_call
+
+from tileattn.backends.portable import tuning
+
+CI = ("sm80", "sm90", "gfx942")
+EVERYTHING = {
+    "softcap": 3.0,
+    "alibi_slopes": torch.zeros(2),
+    "bias": torch.zeros(2, 1, 64),
+    "mask": torch.ones(64, 64, dtype=torch.bool),
+    "sink": torch.zeros(2),
+    "dropout_p": 0.1,
+    "dropout_seed": 1,
+}
+
+
+def problem(head_dim, dtype=torch.bfloat16, **options):
+    q, k, v = (torch.zeros(1, 64, 2, head_dim, dtype=dtype) for _ in range(3))
+    return Problem.of(q, k, v, **options)
+
+
+def table_of(target):
+    return tuning.HOPPER if target == "sm90" else tuning.DEFAULT
+
+
+def targets(quick):
+    return [pytest.param(t, marks=[] if t in quick else pytest.mark.slow) for t in TARGETS]
+
+
+@pytest.mark.parametrize("target", targets(CI))
+def test_causal_forward_and_backward_compile(target):
+    compiled = compile_call(*problem(64, causal=True), TARGETS[target], table_of(target))
+    assert [c.name for c in compiled] == ["forward_kernel", "delta_kernel", "backward_kv_kernel", "backward_q_kernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [80, 128, 256, 512])
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_head_dims_compile(target, head_dim):
+    compile_call(*problem(head_dim), TARGETS[target], table_of(target))
+
+
+@pytest.mark.parametrize("target", targets(("sm90",)))
+def test_all_modifiers_together_compile(target):
+    wanted = Wanted(bias=True, alibi_slopes=True, sink=True)
+    compiled = compile_call(*problem(64, causal=True, **EVERYTHING), TARGETS[target], table_of(target), wanted)
+    assert compiled[-1].name == "backward_bias_kernel"
+
+
+@pytest.mark.parametrize("target", targets(("sm80",)))
+def test_float32_compiles(target):
+    compile_call(*problem(64, torch.float32, causal=True), TARGETS[target], tuning.FLOAT32)
+
+
+# bytes of spills a thread on Hopper: (full, causal) for forward, backward_kv, backward_q
+BUDGET = {64: (0, 0, 0), 128: (0, 128, 0), 256: (0, 352, 0)}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_hopper_kernels_stay_in_registers_and_on_its_tensor_cores(head_dim, causal):
+    compiled = {c.name: c for c in compile_call(*problem(head_dim, causal=causal), TARGETS["sm90"], tuning.HOPPER)}
+    for kernel, budget in zip(("forward", "backward_kv", "backward_q"), BUDGET[head_dim], strict=True):
+        found = compiled[f"{kernel}_kernel"]
+        assert found.spills <= budget, f"{kernel}: {found.spills} bytes spilled, {budget} allowed"
+        assert found.shared <= 227 * 1024, f"{kernel}: {found.shared} bytes of shared memory"
+        assert "HGMMA" in found.kernel.asm["sass"], f"{kernel}: no warpgroup products"

@@ -1,0 +1,140 @@
+"""The Triton backend against the oracle on a GPU: every modifier, size and dtype, and drawn problems. pytest -m gpu"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from oracle import ALL_DIMS, MODIFIERS, SHAPES, Case, build, cases, check, fresh_memory_is_nan, wanted
+
+from tileattn.backends import portable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+BASE = Case(seqlen_q=260, seqlen_k=330)
+EXAMPLES = int(os.environ.get("TILEATTN_EXAMPLES", "1000"))
+SHARDS = 40
+
+# (head_dim, head_dim_v)
+HEAD_DIMS = [(d, d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)]
+HEAD_DIMS += [(64, 128), (128, 64), (192, 128), (576, 512), (1, 3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_oracle_rule_with_each_modifier(name, dtype):
+    check(portable, BASE.but(dtype=dtype, head_dim=64, head_dim_v=64).but(**MODIFIERS[name]), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_oracle_rule_for_odd_sizes(name, dtype):
+    check(portable, Case(dtype=dtype).but(**SHAPES[name]), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIMS)
+def test_oracle_rule_for_head_dims(head_dim, head_dim_v, causal, dtype):
+    case = Case(seqlen_q=300, seqlen_k=300, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, causal=causal)
+    check(portable, case, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1024, 2048])
+def test_oracle_rule_for_long_sequences(seqlen, head_dim, causal, dtype):
+    case = Case(
+        batch=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, causal=causal
+    )
+    check(portable, case, "cuda")
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_oracle_rule_for_any_problem(shard):
+    """In shards, so that pytest-xdist can compile in parallel: nearly every problem needs kernels of its own."""
+
+    @seed(shard)
+    @settings(
+        max_examples=-(-EXAMPLES // SHARDS), deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
+    @given(case=cases(dtypes=tuple(DTYPES), max_seqlen=300))
+    def holds(case):
+        check(portable, case, "cuda")
+
+    holds()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_250_repeats_are_bitwise_equal(head_dim):
+    case = Case(
+        seqlen_q=1000,
+        seqlen_k=1100,
+        num_heads=8,
+        num_heads_k=2,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=torch.bfloat16,
+        causal=True,
+        bias=(False, True, True, True),
+        alibi=True,
+        sink=True,
+        dropout_p=0.1,
+    )
+    problem, inputs, dout, dlse = build(case, "cuda")
+
+    def results():
+        forward = portable.forward(problem, inputs)
+        return (*forward, *portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs)))
+
+    first = results()
+    for _ in range(249):
+        for x, y in zip(results(), first, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_cuda_graph_capture():
+    problem, inputs, dout, dlse = build(BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, causal=True), "cuda")
+
+    def results():
+        forward = portable.forward(problem, inputs)
+        return (*forward, *portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs))[:3])
+
+    expected = results()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    for _ in range(3):
+        graph.replay()
+    for x, y in zip(captured, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_more_than_2_31_elements():
+    """Offsets past 2^31 elements: the last sequence of a long batch must equal itself alone."""
+    batch, seqlen, heads, head_dim = 3, 2**15, 16, 2048
+    whole = torch.randn(batch, seqlen, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (whole[:, :256, :, i * 64 : (i + 1) * 64] for i in range(3))
+    problem, inputs = tileattn_problem(q, k, v)
+    alone = portable.forward(*tileattn_problem(*(x[-1:].contiguous() for x in (q, k, v))))
+    assert torch.equal(portable.forward(problem, inputs).out[-1:], alone.out)
+
+
+def tileattn_problem(q, k, v):
+    from tileattn.problem import Problem
+
+    return Problem.of(q, k, v, causal=True)
+
+
+def test_every_element_is_written():
+    problem, inputs, dout, dlse = build(BASE.but(dtype=torch.bfloat16, bias=ALL_DIMS), "cuda")
+    with fresh_memory_is_nan():
+        forward = portable.forward(problem, inputs)
+        gradients = portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs))
+    for x in (*forward, *(g for g in gradients if g is not None)):
+        assert not x.isnan().any()
