@@ -31,9 +31,9 @@ def backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 
 def _flops(args: tuple[Any, ...], per_head_dim: int, per_head_dim_v: int) -> int:
     problem, inputs, _ = ops.split(args)
-    lengths = _lengths(problem, inputs)
-    if _readable(inputs.block_mask):
-        scores = sum(_scores_in_blocks(problem, inputs.block_mask, b, *lengths[b]) for b in range(problem.batch))
+    lengths, blocks = _lengths(problem, inputs), inputs.block_mask
+    if blocks is not None and _readable(blocks):
+        scores = sum(_scores_in_blocks(problem, blocks, b, *of_sequence) for b, of_sequence in enumerate(lengths))
     else:
         window = problem.window_left, problem.window_right
         scores = problem.num_heads * sum(visible_scores(*of_sequence, *window) for of_sequence in lengths)
