@@ -13,8 +13,8 @@ from oracle import ALL_DIMS, MODS, SHAPES, Case
 
 from tileattn import attention, attention_varlen
 from tileattn.backends import cpu
-from tileattn.backends.cpu import stacks, tiling, workers
-from tileattn.backends.cpu.forward import MAX_RETRIES, OnlineSoftmax
+from tileattn.backends.cpu import stacks, steps, tiling, workers
+from tileattn.backends.cpu.forward import OnlineSoftmax
 from tileattn.backends.cpu.scores import Scores
 from tileattn.philox import keep_mask
 from tileattn.problem import Problem, Wanted
@@ -168,13 +168,14 @@ def test_adversarial_scores(kind, dtype, monkeypatch):
 def test_textbook_step_takes_over_when_the_maximum_keeps_growing(monkeypatch):
     make_tiles_small(monkeypatch)
     shifted = []
-    step = OnlineSoftmax._shifted_step
-    monkeypatch.setattr(OnlineSoftmax, "_shifted_step", lambda *args: shifted.append(step(*args)) or shifted[-1])
+    step = steps._shifted_step
+    monkeypatch.setattr(steps, "_shifted_step", lambda *args: shifted.append(step(*args)) or shifted[-1])
+    monkeypatch.setattr(sys.modules[OnlineSoftmax.__module__], "attend", steps._attend)
     call = oracle.build(Case(batch=1, num_heads=1, num_heads_k=1, seqlen_q=16, seqlen_k=320))
     call.inputs.q[..., 0] = 1.0
     call.inputs.k[..., 0] = 7.0 * torch.arange(320)[None, :, None] / call.problem.scale
     oracle.check_call(cpu, call)
-    assert shifted == [False] * MAX_RETRIES
+    assert shifted == [False] * steps.MAX_RETRIES
     shifted.clear()
     oracle.check(cpu, Case(batch=1, num_heads=1, num_heads_k=1, seqlen_q=16, seqlen_k=320))
     assert shifted == [True] * 19
@@ -193,8 +194,9 @@ def test_textbook_step_takes_over_when_the_maximum_keeps_growing(monkeypatch):
 def test_hidden_tiles_are_not_computed(changes, expected, monkeypatch):
     make_tiles_small(monkeypatch)
     computed = []
-    product = Scores.product
-    monkeypatch.setattr(Scores, "product", lambda *args: computed.append(1) or product(*args))
+    once_a_tile = "product" if "mask" in changes else "windows"
+    method = getattr(Scores, once_a_tile)
+    monkeypatch.setattr(Scores, once_a_tile, lambda *args: computed.append(1) or method(*args))
     problem, inputs, dout, dlse = oracle.build(Case(batch=1, num_heads=1, num_heads_k=1, **changes))
     if inputs.mask is not None:
         inputs.mask[..., :64], inputs.mask[..., 64:] = False, True
@@ -353,3 +355,35 @@ def test_memory_of_32k_tokens():
     forward, both = map(float, ran.stdout.split())
     assert forward < 64
     assert both < 256
+
+
+def test_calls_from_several_threads_leave_the_number_of_threads_as_it_was(monkeypatch, restored_threads):
+    make_tiles_small(monkeypatch, parallel=True)
+    torch.set_num_threads(3)
+    problem, inputs, dout, dlse = oracle.build(Case())
+
+    def dq():
+        return cpu.backward(problem, inputs, cpu.forward(problem, inputs), dout, dlse, Wanted()).dq
+
+    expected = dq()
+    different = []
+
+    def repeat():
+        different.extend(1 for _ in range(10) if not torch.equal(dq(), expected))
+
+    threads = [threading.Thread(target=repeat) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert different == []
+    assert torch.get_num_threads() == 3
+
+
+def test_the_steps_are_scripted_and_run_as_python_too(monkeypatch):
+    assert isinstance(steps.attend, torch.jit.ScriptFunction)
+    for module, name in ((OnlineSoftmax.__module__, "attend"), (OnlineSoftmax.__module__, "write")):
+        monkeypatch.setattr(sys.modules[module], name, getattr(steps, f"_{name}"))
+    monkeypatch.setattr(sys.modules["tileattn.backends.cpu.backward"], "differentiate", steps._differentiate)
+    make_tiles_small(monkeypatch)
+    oracle.check(cpu, Case(causal=True))

@@ -18,6 +18,7 @@ from tileattn.backends.cpu import tiling, workers
 from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LOG2E, ModifierGradients, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
+from tileattn.backends.cpu.steps import differentiate
 from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
@@ -81,7 +82,8 @@ def backward(
     call = _Call.of(problem, inputs, forward, dout, dlse, wanted)
     todo, threads = stacks(problem, inputs)
     heads = [_heads(stack, forward.lse) for stack in todo]
-    workers.run([workers.Job([partial(_row_statistics, call, h)], lambda _: None) for h in heads], threads)
+    statistics = [workers.Job([partial(_row_statistics, call, h)], lambda _: None) for h in heads]
+    workers.run(statistics, workers.threads_for(forward.out.numel()))
     # heads may share elements of dbias, columns do not: with dbias, tasks divide the columns alone
     families = [[h] for h in heads] if call.dbias is None else [heads]
     jobs = []
@@ -176,9 +178,7 @@ class _Rows(NamedTuple):
     neg_delta: Tensor
     dq: Tensor  # [*, head_dim, rows]
 
-    def part(self, positions: range, first: int, group: int) -> _Rows:
-        """Those of some positions; these begin at position `first`."""
-        r = slice((positions.start - first) * group, (positions.stop - first) * group)
+    def part(self, r: slice) -> _Rows:
         return _Rows(*(x[..., r, :] for x in self[:4]), *(x[..., r] for x in self[4:]))
 
 
@@ -198,16 +198,44 @@ class _KeyBlock:
 
     def run(self, blocks: Blocks) -> None:
         stack = self.heads.stack
+        visits: list[tuple[range, list[Tile]]] = []
         for rows in stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align):
             tiles = list(self.scores.tiles(rows, self.cols, blocks))
             if tiles:
+                visits.append((rows, tiles))
+        if self.scores.plain:
+            self._differentiate(visits)
+        else:
+            for rows, tiles in visits:
                 loaded = self._load(rows)
                 for tile in tiles:
-                    self._tile(tile, loaded.part(tile.rows, rows.start, self.call.problem.group))
+                    r0, r1, c0, c1 = stack.place(tile, rows.start, self.cols.start)
+                    self._tile(tile, loaded.part(slice(r0, r1)), slice(c0, c1))
         for x, acc in ((self.call.dk, self.dk.mul_(self.call.problem.scale)), (self.call.dv, self.dv)):
             if x is not None:
                 target = stack.keys(x)[..., self.cols.start : self.cols.stop, :]
                 target.copy_(acc.view(target.shape))
+
+    def _differentiate(self, visits: list[tuple[range, list[Tile]]]) -> None:
+        """All the tiles at once, where nothing but the window changes scores."""
+        stack, call = self.heads.stack, self.call
+        differentiate(
+            self.q,
+            self.dout,
+            self.low,
+            self.scores.q_scale,
+            self.heads.neg_lse,
+            self.heads.neg_delta,
+            self.k,
+            self.v,
+            self.low_k,
+            None if call.dq is None else self.dq,
+            None if call.dk is None else self.dk,
+            None if call.dv is None else self.dv,
+            [(rows.start, rows.stop) for rows, _ in visits],
+            [[stack.place(tile, rows.start, self.cols.start) for tile in tiles] for rows, tiles in visits],
+            [[self.scores.windows(tile) for tile in tiles] for _, tiles in visits],
+        )
 
     def _load(self, rows: range) -> _Rows:
         stack, group = self.heads.stack, self.call.problem.group
@@ -218,10 +246,11 @@ class _KeyBlock:
             q, dout, low_q, low_dout, self.heads.neg_lse[..., r], self.heads.neg_delta[..., r], self.dq[..., r]
         )
 
-    def _tile(self, tile: Tile, rows: _Rows) -> None:
-        c = slice(tile.cols.start - self.cols.start, tile.cols.stop - self.cols.start)
+    def _tile(self, tile: Tile, rows: _Rows, c: slice) -> None:
         k, v, low_k = self.k[..., c, :], self.v[..., c, :], self.low_k[..., c, :]
-        p, product, raw = self._probabilities(tile, k, rows)
+        product = self.scores.product(k, rows.q)  # its tanh, with a softcap
+        raw = self.scores.raw(product, tile)
+        p = self.scores.modify(raw, tile).add_(rows.neg_lse[..., None, :]).exp2_()
         keep = self.scores.keep(tile)
         if keep is None:
             dropped, ds = p, linear(v, rows.dout, rows.neg_delta).mul_(p)
@@ -235,16 +264,6 @@ class _KeyBlock:
             self.dk[..., c, :].add_(linear(ds, rows.low_q.transpose(-1, -2)))
         if self.call.dq is not None:
             rows.dq.add_(linear(low_k.transpose(-1, -2), ds.transpose(-1, -2)))
-
-    def _probabilities(self, tile: Tile, k: Tensor, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """P, the product q.k (its tanh, with a softcap) and what score_mod took, [*, cols, rows]. Where no derivative
-        needs them, they may be P as well."""
-        if self.scores.plain:
-            product = self.scores.product(k, rows.q, rows.neg_lse)
-            return self.scores.add_window(product, tile).exp2_(), product, product
-        product = self.scores.product(k, rows.q)
-        raw = self.scores.raw(product, tile)
-        return self.scores.modify(raw, tile).add_(rows.neg_lse[..., None, :]).exp2_(), product, raw
 
 
 def _write(call: _Call, family: list[_Heads], parts: list[_Part]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 ONEDNN_MIN_WORK = 2**20  # multiply-adds
 ONEDNN_MULTIPLE = 8  # of every dim
 
-_onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
 _bfloat16_is_fast = any(_capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
@@ -26,7 +26,7 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "none", onednn: bool = ONEDNN) -> Tensor:
     """activation(x w^T + bias): x [*, m, k], w [*, n, k], bias [*, n], activation "none" or "tanh".
 
     bfloat16 operands take neither bias nor activation; the result may be bfloat16 or float32.
@@ -36,8 +36,9 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "
         if large:
             return torch.mm(x, w.t())
         x, w = x.float(), w.float()
-    elif large and x.dtype == torch.float32 and _onednn is not None and torch.backends.mkldnn.enabled:
-        return _onednn.default(x, _dense(w), bias, activation, [], "")
+    elif large and onednn and x.dtype == torch.float32:
+        scalars: list[number | None] = []  # noqa: F821  (what TorchScript calls a Scalar)
+        return torch.ops.mkldnn._linear_pointwise(x, _dense(w), bias, activation, scalars, "")
     y = _blas(x, w, bias)
     return y.tanh_() if activation == "tanh" else y
 
@@ -45,19 +46,21 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "
 def _blas(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if x.dim() == 2:
         return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
-    if w.shape[-2] < 8:  # BLAS is slow at many rows by few columns, fast at few rows by many columns
+    if w.size(-2) < 8:  # BLAS is slow at many rows by few columns, fast at few rows by many columns
         y = torch.bmm(w, x.transpose(-1, -2)).transpose(-1, -2)
-        return y if bias is None else y.add_(bias[..., None, :])
+        return y if bias is None else y.add_(bias.unsqueeze(-2))
     if bias is None:
         return torch.bmm(x, w.transpose(-1, -2))
-    return torch.baddbmm(bias[..., None, :], x, w.transpose(-1, -2))
+    return torch.baddbmm(bias.unsqueeze(-2), x, w.transpose(-1, -2))
 
 
-def _is_large(x: Tensor, w: Tensor) -> bool:
-    (m, k), n = x.shape, w.shape[0]
-    return m * n * k >= ONEDNN_MIN_WORK and not (m | n | k) % ONEDNN_MULTIPLE
+def _is_large(x: Tensor, w: Tensor, min_work: int = ONEDNN_MIN_WORK, multiple: int = ONEDNN_MULTIPLE) -> bool:
+    m, k, n = x.size(0), x.size(1), w.size(0)
+    return m * n * k >= min_work and (m | n | k) % multiple == 0
 
 
 def _dense(w: Tensor) -> Tensor:
     """oneDNN falls back to a reference kernel, a thousand times slower, when w has gaps between its rows."""
-    return w if w.stride() in ((w.shape[1], 1), (1, w.shape[0])) else w.contiguous()
+    row_major = w.stride(0) == w.size(1) and w.stride(1) == 1
+    column_major = w.stride(0) == 1 and w.stride(1) == w.size(0)
+    return w if row_major or column_major else w.contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 from tileattn.backends.cpu.gemm import linear
 from tileattn.backends.cpu.sparsity import Sparsity
 from tileattn.backends.cpu.stacks import Stack
+from tileattn.backends.cpu.steps import add_windows
 from tileattn.backends.cpu.tiling import Blocks, Tile, Window, overlap, visit
 from tileattn.mods import Program
 from tileattn.philox import keep_mask
@@ -49,8 +50,8 @@ class Scores:
         self.unit = 1.0 if problem.score_mod else LOG2E
         self.q_scale = problem.scale / problem.softcap if problem.softcap else problem.scale * self.unit
         self.window = Window.of(problem, stack.seqlen_q, stack.seqlen_k)
-        # nothing but the window: a shift of the rows may ride on the product
         self.masked = problem.has_mask or bool(problem.mask_mod)
+        # nothing but the window: `steps` does it all, and shifts of the rows ride on the products
         self.plain = not (
             problem.softcap
             or problem.has_alibi
@@ -58,6 +59,7 @@ class Scores:
             or problem.score_mod
             or self.masked
             or problem.block_size
+            or problem.dropout_p
         )
         self.bias = None if inputs.bias is None else stack.of_heads(inputs.bias)
         self.mask = None if inputs.mask is None else stack.of_heads(inputs.mask)
@@ -81,9 +83,9 @@ class Scores:
         part = _part(self.mask, tile)
         return part.numel() > 0 and not part.view(torch.uint8).amax().item()
 
-    def product(self, k: Tensor, q: Tensor, shift: Tensor | None = None) -> Tensor:
-        """q.k of a tile, [*, cols, rows]; with a softcap, its tanh. shift [*, rows] is added: plain scores only."""
-        return linear(k, q, shift, "tanh" if self.softcap else "none")
+    def product(self, k: Tensor, q: Tensor) -> Tensor:
+        """q.k of a tile, [*, cols, rows]; with a softcap, its tanh."""
+        return linear(k, q, None, "tanh" if self.softcap else "none")
 
     def raw(self, s: Tensor, tile: Tile) -> Tensor:
         """Turn the product into what score_mod takes, in place unless there is a softcap, whose tanh backward needs
@@ -112,18 +114,19 @@ class Scores:
             integer, infinity = _INFINITY_BITS[self.dtype]
             hide = self._transposed(_part(self.mask, tile).to(integer), tile)
             s.add_((hide - 1).bitwise_and_(infinity).view(self.dtype))
-        return self.add_window(s, tile)
+        return add_windows(s, self.windows(tile))
 
-    def add_window(self, s: Tensor, tile: Tile) -> Tensor:
-        """-inf where the window hides."""
-        if tile.partial:
-            group = self.stack.problem.group
-            seeing_all = overlap(tile.rows, self.window.rows_seeing_all(tile.cols))
-            for rows in (range(tile.rows.start, seeing_all.start), range(seeing_all.stop, tile.rows.stop)):
-                if len(rows):
-                    r = slice((rows.start - tile.rows.start) * group, (rows.stop - tile.rows.start) * group)
-                    s[..., r].add_(self._window_of(Tile(rows, tile.cols, True)))
-        return s
+    def windows(self, tile: Tile) -> list[tuple[int, int, Tensor]]:
+        """What the window hides of a tile, as `add_windows` takes it."""
+        if not tile.partial:
+            return []
+        group = self.stack.problem.group
+        seeing_all = overlap(tile.rows, self.window.rows_seeing_all(tile.cols))
+        return [
+            ((rows.start - tile.rows.start) * group, (rows.stop - tile.rows.start) * group, self._window_of(rows, tile))
+            for rows in (range(tile.rows.start, seeing_all.start), range(seeing_all.stop, tile.rows.stop))
+            if len(rows)
+        ]
 
     def _allowed(self, tile: Tile) -> Tensor:
         """Boolean, broadcasting to [batches, heads, cols, rows, group]: what masks and blocks let each row see."""
@@ -180,10 +183,10 @@ class Scores:
         # [batches, heads, rows, group, cols]
         return (kept.to(self.dtype) / (1.0 - p)).reshape(*stack.lead, -1, len(tile.cols)).transpose(-1, -2)
 
-    def _window_of(self, tile: Tile) -> Tensor:
-        offset = tile.cols.start - tile.rows.start - self.window.shift
+    def _window_of(self, rows: range, tile: Tile) -> Tensor:
+        offset = tile.cols.start - rows.start - self.window.shift
         left, right = self.window.left + offset, self.window.right - offset
-        return _window_tile(len(tile.rows), len(tile.cols), left, right, self.stack.problem.group, self.dtype)
+        return _window_tile(len(rows), len(tile.cols), left, right, self.stack.problem.group, self.dtype)
 
     def _distance(self, tile: Tile) -> Tensor:
         offset = tile.cols.start - tile.rows.start - self.window.shift

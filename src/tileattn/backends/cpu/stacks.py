@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tileattn.backends.cpu import tiling, workers
+from tileattn.backends.cpu.tiling import Tile
 from tileattn.problem import Inputs, Problem
 
 SMALL_SCORES = 3 * 2**14  # a head with no more scores than this is stacked
@@ -65,6 +66,12 @@ class Stack:
         """Some of what `keys` returned, [*, cols, dim]."""
         x = keys[..., cols.start : cols.stop, :].to(dtype)
         return x.flatten(0, 1) if self.lead else x.contiguous()
+
+    def place(self, tile: Tile, first_row: int, first_col: int) -> tuple[int, int, int, int]:
+        """First and last row and key of a tile within tensors that begin at position first_row and key first_col."""
+        group = self.problem.group
+        r0, r1 = tile.rows.start - first_row, tile.rows.stop - first_row
+        return r0 * group, r1 * group, tile.cols.start - first_col, tile.cols.stop - first_col
 
     def statistics(self, x: Tensor) -> Tensor:
         """View of a tensor laid out like lse: [seqlen_q, group], or [batches, heads, seqlen_q, group]."""

@@ -1,5 +1,5 @@
 """Worker threads: each runs whole tasks with single-threaded operators, which beats splitting every small operator over
-all cores. Operators release the GIL, so plain Python threads do.
+all cores. Operators and scripted functions release the GIL, so plain Python threads do.
 """
 
 from __future__ import annotations
@@ -29,21 +29,50 @@ class Job(NamedTuple):
 
 def threads_for(work: int) -> int:
     """How many threads a call should use, as torch.set_num_threads says, when it makes so many multiply-adds."""
-    return 1 if work < MIN_PARALLEL_WORK else torch.get_num_threads()
+    return 1 if work < MIN_PARALLEL_WORK else _operators.threads()
 
 
 def run(jobs: list[Job], threads: int) -> None:
-    """Run jobs, first come first served. On one thread they run in the caller's."""
-    if threads == 1 or sum(len(job.tasks) for job in jobs) == 1:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for job in jobs:
-                job.finish([task() for task in job.tasks])
-        return
+    """Run jobs, first come first served, on so many threads, the caller's among them."""
+    helpers = min(threads, sum(len(job.tasks) for job in jobs)) - 1
     queue = _Queue(jobs, torch.is_inference_mode_enabled())
-    pool = _pool(threads)
-    futures = [pool.submit(queue.drain) for _ in range(threads)]
-    for future in wait(futures).done:
+    with _operators:
+        futures = [_pool(threads - 1).submit(queue.drain) for _ in range(helpers)]
+        try:
+            queue.drain()
+        finally:
+            done = wait(futures).done
+    for future in done:
         future.result()
+
+
+class _SingleThreadedOperators:
+    """While any call is inside, operators use one thread: their number of threads is one for the whole process. The
+    caller's may not use more in between either: OpenMP's threads spin for a while and take the workers' cores."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = self.outside_threads = 0
+
+    def threads(self) -> int:
+        with self.lock:
+            return self.outside_threads if self.inside else torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.outside_threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self.inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                torch.set_num_threads(self.outside_threads)
+
+
+_operators = _SingleThreadedOperators()
 
 
 class _Queue:
@@ -57,7 +86,7 @@ class _Queue:
         self.lock = threading.Lock()
 
     def drain(self) -> None:
-        with torch.inference_mode(self.inference), torch.no_grad():
+        with torch.inference_mode(self.inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
             while True:
                 with self.lock:
                     j, t = next(self.pending, (None, None))
@@ -77,29 +106,20 @@ _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """The pool of that many threads, made on first use."""
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """The pool of that many workers, made on first use."""
     with _lock:
-        if threads not in _pools:
-            _pools[threads] = _start(threads)
-        return _pools[threads]
-
-
-def _start(threads: int) -> ThreadPoolExecutor:
-    ready = threading.Barrier(threads + 1)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="tileattn", initializer=lambda: torch.set_num_threads(1))
-    for _ in range(threads):
-        pool.submit(ready.wait)
-    ready.wait()
-    # torch.set_num_threads sets its thread's number and the default of threads to come: give the default back
-    torch.set_num_threads(threads)
-    return pool
+        if workers not in _pools:
+            _pools[workers] = ThreadPoolExecutor(workers, thread_name_prefix="tileattn")
+        return _pools[workers]
 
 
 def _forget() -> None:
     """Threads do not survive a fork."""
-    global _pools, _lock
-    _pools, _lock = {}, threading.Lock()
+    global _pools, _lock, _operators
+    if _operators.inside:
+        torch.set_num_threads(_operators.outside_threads)
+    _pools, _lock, _operators = {}, threading.Lock(), _SingleThreadedOperators()
 
 
 if hasattr(os, "register_at_fork"):
