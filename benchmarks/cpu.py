@@ -3,9 +3,10 @@
     python benchmarks/cpu.py --output benchmarks/results/epyc-cpu.json
 
 tileattn is called through its public API on (batch, seqlen, heads, head_dim); F.scaled_dot_product_attention on
-contiguous (batch, heads, seqlen, head_dim), the order it prefers. Backward is timed through autograd for all. Each takes
-its turn for TURN seconds, first call not counted, because OpenMP's threads spin for milliseconds after one operator and
-take cores from the next. A figure is the best of the rounds' medians: what else the machine does only ever adds to it.
+contiguous (batch, heads, seqlen, head_dim), the order it prefers. Backward is timed through autograd for all. Each
+takes its turn for TURN seconds, first call not counted, because OpenMP's threads spin for milliseconds after one
+operator and take cores from the next. A figure is the best of the rounds' medians: what else the machine does only ever
+adds to it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tileattn.backends import Backend
+from tileattn.block_mask import BlockMask
+from tileattn.mods import Mod, trace_mask_mod, trace_score_mod
 from tileattn.problem import Gradients, Inputs, Problem, Wanted
 from tileattn.reference import standard_attention
 
@@ -51,6 +53,9 @@ class Case:
     alibi: bool = False
     sink: bool = False
     dropout_p: float = 0.0
+    score_mod: str | None = None  # a name in SCORE_MODS
+    mask_mod: str | None = None  # a name in MASK_MODS
+    block_size: tuple[int, int] | None = None  # a block mask: of mask_mod if there is one, of mask, or else random
     layout: str = "bshd"  # order in memory; "sliced": heads cut out of a wider tensor; "strided": last stride 2
     magnitude: float = 1.0  # of q: large ones make sharp, near one-hot softmaxes
     seed: int = 0
@@ -81,6 +86,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
         rows_q, rows_k = (sum(lengths_q),), (sum(lengths_k),)
         options = {"cu_seqlens_q": _cumulative(lengths_q, device), "cu_seqlens_k": _cumulative(lengths_k, device)}
     scores = (batch, case.num_heads, seqlen_q, seqlen_k)
+    options |= draw.mods(scores)
     problem, inputs = Problem.of(
         draw.data(rows_q, case.num_heads, case.head_dim).mul_(case.magnitude),
         draw.data(rows_k, case.num_heads_k, case.head_dim),
@@ -90,7 +96,6 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
         scale=case.scale,
         softcap=case.softcap,
         bias=draw.bias(scores),
-        mask=draw.mask(scores),
         alibi_slopes=draw.uniform(batch, case.num_heads) if case.alibi else None,
         sink=draw.normal(case.num_heads) if case.sink else None,
         dropout_p=case.dropout_p,
@@ -275,6 +280,43 @@ class _Draw:
             return None
         return ~self._hidden(_sizes(self.case.mask, scores))
 
+    def mods(self, scores: tuple[int, ...]) -> dict[str, object]:
+        """The arguments mask, score_mod, mask_mod and block_mask."""
+        batch, heads, seqlen_q, seqlen_k = scores
+        size, mask, block_mask = self.case.block_size, self.mask(scores), None
+        score_mod = self.case.score_mod and self._score_mod(self.case.score_mod, heads, seqlen_q + seqlen_k)
+        mask_mod = self.case.mask_mod and self._mask_mod(self.case.mask_mod, batch, max(seqlen_q, seqlen_k))
+        if size is not None and mask_mod:
+            block_mask = BlockMask.from_mod(mask_mod, batch, heads, seqlen_q, seqlen_k, size, self.device)
+            mask_mod = None
+        elif size is not None and mask is not None:
+            mask, block_mask = None, BlockMask.from_mask(mask.expand(scores), size)
+        elif size is not None:
+            shape = (batch, heads, -(-seqlen_q // size[0]), -(-seqlen_k // size[1]))
+            drawn = torch.rand(shape, generator=self.generator) < 0.4
+            block_mask = BlockMask.from_blocks(drawn.to(self.device), size)
+        return {"mask": mask, "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
+
+    def _score_mod(self, name: str, heads: int, length: int) -> Mod:
+        slopes, table = self.uniform(heads), self.normal(heads, 2 * length + 1)
+        functions = {
+            "tanh": lambda s, b, h, r, c: 3 * torch.tanh(s / 3),
+            "relative": lambda s, b, h, r, c: s - slopes[h] * (r - c).abs() + table[h, c - r + length],
+            "piecewise": lambda s, b, h, r, c: torch.where((r + b) % 3 > c % 2, s.clamp(-1, 0.7) * 0.5, s),
+            "causal": lambda s, b, h, r, c: torch.where(r >= c, torch.sigmoid(s) * 2, -float("inf")),
+        }
+        return trace_score_mod(functions[name], self.device)
+
+    def _mask_mod(self, name: str, batch: int, length: int) -> Mod:
+        document = torch.arange(length, device=self.device) // 45
+        limit = torch.randint(0, length + 1, (max(batch, 1),), generator=self.generator).to(self.device)
+        functions = {
+            "causal": lambda b, h, r, c: r >= c,
+            "documents": lambda b, h, r, c: (document[r] == document[c]) & (c <= r + 20),
+            "lengths": lambda b, h, r, c: (c < limit[b]) | (h == 1),
+        }
+        return trace_mask_mod(functions[name], self.device)
+
     def _hidden(self, shape: tuple[int, ...]) -> Tensor:
         """A third of the elements, and a seventh of the rows."""
         hidden = torch.rand(shape, generator=self.generator) < 1 / 3
@@ -350,6 +392,40 @@ MODIFIERS: dict[str, dict[str, object]] = {
     },
 }
 
+# The same for mods and block masks.
+MODS: dict[str, dict[str, object]] = {
+    "score_mod": {"score_mod": "tanh"},
+    "score_mod_table": {"score_mod": "relative", "num_heads": 4, "num_heads_k": 2},
+    "score_mod_piecewise": {"score_mod": "piecewise", "softcap": 4.0, "bias": ALL_DIMS},
+    "score_mod_causal": {"score_mod": "causal"},
+    "mask_mod": {"mask_mod": "documents"},
+    "mask_mod_lengths": {"mask_mod": "lengths", "causal": True},
+    "blocks": {"block_size": (32, 64)},
+    "blocks_masked": {"block_size": (64, 32), "mask": (True, False, True, True)},
+    "blocks_of_mod": {"block_size": (16, 32), "mask_mod": "documents", "score_mod": "relative"},
+    "blocks_of_lengths": {"block_size": (64, 64), "mask_mod": "lengths", "num_heads": 4, "num_heads_k": 2},
+    "mods_everything": {
+        "num_heads": 4,
+        "num_heads_k": 2,
+        "window": (90, 30),
+        "softcap": 5.0,
+        "bias": (False, True, True, True),
+        "alibi": True,
+        "sink": True,
+        "dropout_p": 0.2,
+        "score_mod": "piecewise",
+        "mask_mod": "documents",
+        "block_size": (32, 32),
+    },
+    "varlen_mods": {
+        "lengths_q": (70, 0, 129, 1),
+        "lengths_k": (70, 65, 64, 0),
+        "score_mod": "relative",
+        "mask_mod": "documents",
+        "block_size": (32, 32),
+    },
+}
+
 # Odd sizes: none, one, and either side of a power of two.
 SHAPES: dict[str, dict[str, object]] = {
     "square_63": {"seqlen_q": 63, "seqlen_k": 63},
@@ -371,11 +447,16 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140) -> Case:
-    """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together."""
+def cases(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140, mods: bool = False
+) -> Case:
+    """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together; with mods, those and block masks."""
     length = st.integers(0, max_seqlen)
     dims = st.none() | st.tuples(*[st.booleans()] * 4)
     bound = st.integers(-1, max_seqlen)
+    score_mods = st.sampled_from((None, "tanh", "relative", "piecewise", "causal") if mods else (None,))
+    mask_mods = st.sampled_from((None, "causal", "documents", "lengths") if mods else (None,))
+    block_sizes = st.sampled_from((None, (16, 32), (64, 64), (128, 128)) if mods else (None,))
     num_heads_k = draw(st.integers(1, 2))
     lengths = draw(st.none() | st.lists(st.tuples(length, length), max_size=3))
     return Case(
@@ -398,6 +479,9 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), m
         alibi=draw(st.booleans()),
         sink=draw(st.booleans()),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))),
+        score_mod=draw(score_mods),
+        mask_mod=draw(mask_mods),
+        block_size=draw(block_sizes),
         layout=draw(st.sampled_from(("bshd", "bhsd", "sliced", "strided"))),
         magnitude=draw(st.sampled_from((1.0, 1.0, 10.0))),
         seed=draw(st.integers(0, 2**16)),

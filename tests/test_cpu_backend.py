@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import ALL_DIMS, MODIFIERS, SHAPES, Case
+from oracle import ALL_DIMS, MODS, SHAPES, Case
 
 from tileattn import attention, attention_varlen
 from tileattn.backends import cpu
@@ -19,6 +19,7 @@ from tileattn.backends.cpu.scores import Scores
 from tileattn.philox import keep_mask
 from tileattn.problem import Problem, Wanted
 
+MODIFIERS = oracle.MODIFIERS | MODS
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SMALL = tiling.Blocks(rows=16, cols=16, strip=8, align=4)
 
@@ -76,7 +77,7 @@ def test_large_tiles(changes, dtype):
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=oracle.cases(dtypes=(torch.float32, torch.bfloat16, torch.float64)), stacked=st.booleans())
+@given(case=oracle.cases(dtypes=(torch.float32, torch.bfloat16, torch.float64), mods=True), stacked=st.booleans())
 def test_any_problem(case, stacked):
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_tiles_small(monkeypatch, stacked)
@@ -106,7 +107,7 @@ def test_gradcheck(modifier, monkeypatch):
 
 
 @settings(max_examples=15, deadline=None)
-@given(case=oracle.cases(dtypes=(torch.float64,), max_seqlen=6))
+@given(case=oracle.cases(dtypes=(torch.float64,), max_seqlen=6, mods=True))
 def test_gradcheck_of_combinations(case):
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_tiles_small(monkeypatch, blocks=tiling.Blocks(rows=4, cols=4, strip=2, align=1))

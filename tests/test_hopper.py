@@ -34,6 +34,9 @@ REFUSED = {
     "bias": {"has_bias": True},
     "mask": {"has_mask": True},
     "dropout": {"dropout_p": 0.1},
+    "score_mod": {"score_mod": "a program"},
+    "mask_mod": {"mask_mod": "a program"},
+    "block_mask": {"block_size": (128, 128)},
 }
 
 

@@ -46,19 +46,27 @@ def packed():
 def flat(problem, inputs):
     p = problem
     scalars = p.seqlen_q, p.seqlen_k, p.scale, p.window_left, p.window_right, p.softcap, p.dropout_p, p.deterministic
-    return (*inputs, *scalars, "cpu")
+    return (*inputs, *scalars, p.score_mod, p.score_derivative, p.mask_mod, p.block_size, "cpu")
 
 
 def call_of(kind):
     if kind == "plain":
         return Problem.of(*qkv())
+    if kind == "mods":
+        weights, limit = torch.rand(H), torch.tensor([20, 40])
+        return Problem.of(
+            *qkv(),
+            score_mod=lambda score, b, h, row, col: score * weights[h],
+            mask_mod=lambda b, h, row, col: col < limit[b],
+            block_mask=tileattn.BlockMask.from_blocks(torch.tensor([[True, False], [True, True]]), (20, 30)),
+        )
     if kind == "everything":
         return Problem.of(*qkv(), **everything())
     q, k, v, cu_q, cu_k = packed()
     return Problem.of(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
 
 
-@pytest.mark.parametrize("kind", ["plain", "everything", "packed"])
+@pytest.mark.parametrize("kind", ["plain", "everything", "packed", "mods"])
 def test_opcheck(kind):
     problem, inputs = call_of(kind)
     torch.library.opcheck(FORWARD, flat(problem, inputs))
@@ -184,6 +192,17 @@ def test_flops_of_packed_sequences_count_each_alone():
     with FlopCounterMode(display=False) as counter:
         tileattn.attention_varlen(q, k, v, cu_q, cu_k)
     assert counter.get_total_flops() == 2 * H * (10 * 20 + 23 * 17) * (D + DV)
+
+
+def test_flops_of_a_block_mask_count_blocks_that_are_not_skipped():
+    q, k, v = qkv()
+    blocks = torch.rand(B, H, 3, 3) < 0.5
+    block_mask = tileattn.BlockMask.from_blocks(blocks, (16, 20))
+    with FlopCounterMode(display=False) as counter:
+        tileattn.attention(q, k, v, causal=True, block_mask=block_mask)
+    shown = blocks.repeat_interleave(16, 2).repeat_interleave(20, 3)[..., :SQ, :SK]
+    shown = shown & torch.ones(SQ, SK, dtype=torch.bool).tril(SK - SQ)
+    assert counter.get_total_flops() == 2 * int(shown.sum()) * (D + DV)
 
 
 def test_importing_costs_neither_time_nor_triton():

@@ -107,6 +107,8 @@ def test_api_reaches_the_backend_and_differentiates():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 2048}, "head_dim 2048 is above 1024"),
         ({"device": torch.device("meta")}, "q is on meta"),
+        ({"score_mod": "a program"}, "has no score_mod, mask_mod or block_mask yet"),
+        ({"block_size": (128, 128)}, "has no score_mod, mask_mod or block_mask yet"),
     ],
 )
 def test_refusals_say_why(change, words):

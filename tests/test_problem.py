@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tileattn
+from tileattn import BlockMask
 from tileattn.lab.traffic import visible_scores
 from tileattn.problem import Problem
 from tileattn.reference import visible
@@ -36,6 +37,10 @@ def cu(*values, dtype=torch.int32):
 
 meta = torch.empty(B, SK, HK, D, device="meta")
 nan, inf = math.nan, math.inf
+far = torch.empty(SQ, device="meta")
+MASK_MOD = tileattn.trace_mask_mod(lambda b, h, row, col: row >= col)
+BLOCKS = BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128)
+OF_MOD = BlockMask.from_mod(MASK_MOD, None, None, SQ, SK, 4)
 
 WRONG = [
     # q, k, v
@@ -96,6 +101,20 @@ WRONG = [
     (dense(alibi_slopes=torch.ones(H, dtype=torch.int32)), TypeError, r"alibi_slopes: dtype torch.int32"),
     (dense(sink=torch.randn(1, H)), ValueError, r"sink: shape \(1, 4\), expected \(num_heads,\) = \(4,\)"),
     (dense(sink=torch.ones(H, dtype=torch.bool)), TypeError, r"sink: dtype torch.bool"),
+    # mods and block masks
+    (dense(score_mod=3), TypeError, r"score_mod: got int, expected a function or a traced one"),
+    (dense(score_mod=MASK_MOD), TypeError, r"score_mod: got a traced mask_mod; trace it with tileattn.trace_score_mod"),
+    (dense(mask_mod=lambda b, h, r, c: r - c), ValueError, r"mask_mod: returns torch.int32, expected torch.bool"),
+    (dense(mask_mod=lambda b, h, r, c: far[r] > c), ValueError, r"mask_mod: .*(meta|device)"),
+    (dense(block_mask=torch.ones(1, 1)), TypeError, r"block_mask: got torch.float32 of shape \(1, 1\), expected a til"),
+    (dense(block_mask=BlockMask(torch.ones(1, 1))), TypeError, r"block_mask: blocks must be torch.uint8"),
+    (dense(block_mask=BLOCKS), ValueError, r"block_mask: blocks of shape \(1, 1, 2, 2\), expected .* = \(2, 4, 1, 1\)"),
+    (dense(block_mask=OF_MOD, mask_mod=MASK_MOD), ValueError, r"mask_mod: block_mask has one already; combine the two"),
+    (
+        dense(block_mask=OF_MOD._replace(seqlens=(5, 6))),
+        ValueError,
+        r"block_mask: made for \(seqlen_q, seqlen_k\) = \(5, 6\), but these are \(5, 7\)",
+    ),
     # varlen
     (packed(cu_seqlens_k=None), TypeError, r"cu_seqlens_k: got None; varlen attention needs both"),
     (packed(cu_seqlens_q=None, cu_seqlens_k=None), ValueError, r"q: got 3 dims .*; packed sequences need cu_seqlens_q"),

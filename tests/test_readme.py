@@ -15,6 +15,12 @@ def test_the_ten_lines_run():
     assert names["bias"].grad.abs().sum() > 0
 
 
+def test_the_example_of_mods_runs():
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / "mods.md").read_text(), re.DOTALL).group(1), names)
+    assert names["out"].isfinite().all()
+
+
 def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert links

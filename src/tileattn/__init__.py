@@ -1,11 +1,22 @@
 """Exact, IO-aware attention for PyTorch, in pure Python."""
 
 from tileattn.api import AttentionOutput, attention, attention_varlen, explain
+from tileattn.block_mask import BlockMask
 from tileattn.dispatch import Explanation
 from tileattn.flops import register as _register_flops
+from tileattn.mods import trace_mask_mod, trace_score_mod
 
 __version__ = "0.1.0"
 
 _register_flops()
 
-__all__ = ["AttentionOutput", "Explanation", "attention", "attention_varlen", "explain"]
+__all__ = [
+    "AttentionOutput",
+    "BlockMask",
+    "Explanation",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "trace_mask_mod",
+    "trace_score_mod",
+]

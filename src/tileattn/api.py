@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from tileattn import dispatch, ops
+from tileattn.block_mask import BlockMask
+from tileattn.mods import Mod
 from tileattn.problem import Inputs, Problem
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ class Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     deterministic: bool | None
+    score_mod: Callable[..., Tensor] | Mod | None
+    mask_mod: Callable[..., Tensor] | Mod | None
+    block_mask: BlockMask | Any | None
     backend: str | None
 
 
@@ -63,6 +69,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    score_mod: Callable[..., Tensor] | Mod | None = None,
+    mask_mod: Callable[..., Tensor] | Mod | None = None,
+    block_mask: BlockMask | Any | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | AttentionOutput:
@@ -72,7 +81,8 @@ def attention(
 
         s = softcap(q_i . k_j * scale) - alibi_slope * |j - i - (seqlen_k - seqlen_q)| + bias[i, j]
 
-    hidden where causal, window or mask say so; then softmax over the row (and the sink), dropout, product with v.
+    then score_mod; hidden where causal, window, mask, mask_mod or block_mask say so; then softmax over the row (and the
+    sink), dropout, product with v.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim); float16, bfloat16, float32 or float64. Any strides; a last dim that
@@ -95,6 +105,12 @@ def attention(
             same scores on every backend (`tileattn.philox`).
         deterministic: insist on bitwise equal gradients from run to run; None follows
             torch.are_deterministic_algorithms_enabled().
+        score_mod: score_mod(score, b, h, row, col) -> score, as for FlexAttention: pointwise PyTorch operations and
+            indexing of tensors (by all of their dims at once); row and col count from the start of the sequence.
+            Differentiable in the score; a tensor that it reads must not require a gradient. Tracing takes some 50 ms
+            when a function is new: `tileattn.trace_score_mod` does it beforehand (under torch.compile it must).
+        mask_mod: mask_mod(b, h, row, col) -> bool, True where a score takes part; likewise.
+        block_mask: `tileattn.BlockMask` or FlexAttention's: blocks of scores that are skipped cost nothing.
         return_lse: also return the logsumexp; gradients flow through it.
         backend: name of the backend to use; None chooses (see `explain`).
 
@@ -122,6 +138,9 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=_deterministic(deterministic),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
     )
     return _run(problem, inputs, backend, return_lse)
 
@@ -172,6 +191,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    score_mod: Callable[..., Tensor] | Mod | None = None,
+    mask_mod: Callable[..., Tensor] | Mod | None = None,
+    block_mask: BlockMask | Any | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | AttentionOutput:
@@ -185,7 +207,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: the longest lengths (or more); None reads them from cu_seqlens, which waits for a
             GPU.
         bias, mask: broadcast to (batch, num_heads, max_seqlen_q, max_seqlen_k); rows and columns count from the start
-            of each sequence.
+            of each sequence. So do those of score_mod, mask_mod and block_mask.
 
     The rest, and what is raised, is as for `attention`; lse is (num_heads, total_q).
     """
@@ -209,6 +231,9 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=_deterministic(deterministic),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
     )
     return _run(problem, inputs, backend, return_lse)
 

@@ -16,11 +16,13 @@ from tileattn.problem import Forward, Inputs, Problem, Wanted
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? block_mask, "
+    "Tensor[] score_mod_tensors, Tensor[] mask_mod_tensors"
 )
 _SCALARS = (
     "SymInt seqlen_q, SymInt seqlen_k, float scale, SymInt window_left, SymInt window_right, float softcap, "
-    "float dropout_p, bool deterministic, str backend"
+    "float dropout_p, bool deterministic, str score_mod, str score_derivative, str mask_mod, int[] block_size, "
+    "str backend"
 )
 _NUM_TENSORS = len(Inputs._fields)
 _WANTED_PLACES = [Inputs._fields.index(name) for name in Wanted._fields]
@@ -48,6 +50,10 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
         p.softcap,
         p.dropout_p,
         p.deterministic,
+        p.score_mod,
+        p.score_derivative,
+        p.mask_mod,
+        p.block_size,
         backend,
     )
     return Forward(out, lse)
@@ -57,7 +63,8 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
     """The Problem, Inputs and backend that the flat arguments of `attention_forward` stand for."""
     inputs = Inputs(*args[:_NUM_TENSORS])
     q, k, v = inputs[:3]
-    seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, backend = args[_NUM_TENSORS:]
+    seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, *mods, backend = args[_NUM_TENSORS:]
+    score_mod, score_derivative, mask_mod, block_size = mods
     varlen = inputs.cu_seqlens_q is not None
     problem = Problem(
         batch=inputs.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
@@ -80,6 +87,10 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
         has_mask=inputs.mask is not None,
         has_alibi=inputs.alibi_slopes is not None,
         has_sink=inputs.sink is not None,
+        score_mod=score_mod,
+        score_derivative=score_derivative,
+        mask_mod=mask_mod,
+        block_size=tuple(block_size),
     )
     return problem, inputs, backend
 
@@ -118,8 +129,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.tileattn.attention_forward.default(*args)
-        ctx.save_for_backward(out, lse, *args[:_NUM_TENSORS])
-        ctx.scalars = args[_NUM_TENSORS:]
+        *tensors, of_score, of_mask = args[:_NUM_TENSORS]
+        ctx.save_for_backward(out, lse, *tensors, *of_score, *of_mask)
+        ctx.num_of_mask, ctx.scalars = len(of_mask), args[_NUM_TENSORS:]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -128,9 +140,11 @@ class _Attention(torch.autograd.Function):
         returned: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if dout is not None or dlse is not None:
             wanted = [ctx.needs_input_grad[place] for place in _WANTED_PLACES]
-            saved = ctx.saved_tensors
+            out, lse, *saved = ctx.saved_tensors
+            tensors, lists = saved[: _NUM_TENSORS - 2], saved[_NUM_TENSORS - 2 :]
+            of_score, of_mask = lists[: len(lists) - ctx.num_of_mask], lists[len(lists) - ctx.num_of_mask :]
             grads = torch.ops.tileattn.attention_backward.default(
-                dout, dlse, saved[0], saved[1], *saved[2:], *ctx.scalars, wanted
+                dout, dlse, out, lse, *tensors, of_score, of_mask, *ctx.scalars, wanted
             )
             for place, want, grad in zip(_WANTED_PLACES, wanted, grads, strict=True):
                 returned[place] = grad if want else None

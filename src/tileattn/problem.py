@@ -8,11 +8,15 @@ both and never check again.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tileattn.block_mask import BlockMask, as_block_mask
+from tileattn.mods import Mod, trace_mask_mod, trace_score_mod
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEED_RANGE = (-(2**63), 2**63 - 1)
@@ -28,6 +32,9 @@ class Inputs(NamedTuple):
     varlen: the same with row and column counted inside each sequence.
     alibi_slopes: (1 or batch, num_heads); sink: (num_heads,); both of any floating dtype.
     dropout_seed: int64, one element.
+    block_mask: uint8 (1 or batch, 1 or num_heads, q_blocks, k_blocks), contiguous: 0 skipped, 1 partial, 2 full (mask
+    and mask_mod do not apply).
+    score_mod_tensors, mask_mod_tensors: what the Problem's programs read.
     """
 
     q: Tensor
@@ -40,6 +47,9 @@ class Inputs(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     dropout_seed: Tensor | None = None
+    block_mask: Tensor | None = None
+    score_mod_tensors: tuple[Tensor, ...] = ()
+    mask_mod_tensors: tuple[Tensor, ...] = ()
 
 
 class Forward(NamedTuple):
@@ -97,6 +107,10 @@ class Problem:
     has_mask: bool = False
     has_alibi: bool = False
     has_sink: bool = False
+    score_mod: str = ""  # text of a mods.Program; of (score, b, h, row, col)
+    score_derivative: str = ""  # of (score, b, h, row, col, grad): grad times the derivative of score_mod by its score
+    mask_mod: str = ""  # of (b, h, row, col)
+    block_size: tuple[int, ...] = ()  # rows and columns of a block of block_mask; () without one
 
     @property
     def group(self) -> int:
@@ -132,6 +146,9 @@ class Problem:
         dropout_p: float = 0.0,
         dropout_seed: int | Tensor | None = None,
         deterministic: bool = False,
+        score_mod: Callable[..., Tensor] | Mod | None = None,
+        mask_mod: Callable[..., Tensor] | Mod | None = None,
+        block_mask: Any = None,
     ) -> tuple[Problem, Inputs]:
         """Check everything and return the call in canonical form. Raises TypeError or ValueError."""
         varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -151,6 +168,14 @@ class Problem:
             batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         left, right = _check_window(window)
         scores = (batch, num_heads, seqlen_q, seqlen_k)
+        blocks: Tensor | None = None
+        block_size: tuple[int, ...] = ()
+        if block_mask is not None:
+            block_mask = as_block_mask(block_mask)
+            blocks, block_size = _check_block_mask(block_mask, scores, q.device), block_mask.block_size
+            mask, mask_mod, blocks = _with_block_mask(block_mask, mask, mask_mod, blocks)
+        of_score = None if score_mod is None else trace_score_mod(score_mod, q.device)
+        of_mask = None if mask_mod is None else trace_mask_mod(mask_mod, q.device)
         problem = Problem(
             batch=batch,
             seqlen_q=seqlen_q,
@@ -172,6 +197,10 @@ class Problem:
             has_mask=mask is not None,
             has_alibi=alibi_slopes is not None,
             has_sink=sink is not None,
+            score_mod="" if of_score is None else of_score.program,
+            score_derivative="" if of_score is None else of_score.derivative,
+            mask_mod="" if of_mask is None else of_mask.program,
+            block_size=block_size,
         )
         inputs = Inputs(
             q=_unit_last_stride(q),
@@ -184,6 +213,9 @@ class Problem:
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             dropout_seed=_check_dropout_seed(dropout_seed, dropout_p, q.device),
+            block_mask=blocks,
+            score_mod_tensors=() if of_score is None else tuple(t.detach() for t in of_score.tensors),
+            mask_mod_tensors=() if of_mask is None else tuple(t.detach() for t in of_mask.tensors),
         )
         return problem, inputs
 
@@ -404,3 +436,36 @@ def _check_sink(sink: Tensor | None, num_heads: int, device: torch.device) -> Te
         raise ValueError(f"sink: shape {tuple(sink.shape)}, expected (num_heads,) = ({num_heads},)")
     _check_device("sink", sink, device)
     return sink
+
+
+def _check_block_mask(block_mask: BlockMask, scores: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    blocks, (m, n) = block_mask.blocks, block_mask.block_size
+    if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
+        raise TypeError(
+            "block_mask: blocks must be torch.uint8 (0 skipped, 1 partial, 2 full); BlockMask.from_blocks makes such"
+        )
+    _check_device("block_mask", blocks, device)
+    batch, num_heads, seqlen_q, seqlen_k = scores
+    if block_mask.seqlens is not None and block_mask.seqlens != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"block_mask: made for (seqlen_q, seqlen_k) = {block_mask.seqlens}, but these are {(seqlen_q, seqlen_k)}"
+        )
+    want = (batch, num_heads, -(-seqlen_q // m), -(-seqlen_k // n))
+    shape = tuple(blocks.shape)
+    if len(shape) != 4 or shape[2:] != want[2:] or shape[0] not in (1, batch) or shape[1] not in (1, num_heads):
+        raise ValueError(
+            f"block_mask: blocks of shape {shape}, expected (batch or 1, num_heads or 1, q_blocks, k_blocks) = {want} "
+            f"with block_size {m, n}"
+        )
+    return blocks.contiguous()
+
+
+def _with_block_mask(block_mask: BlockMask, mask: Any, mask_mod: Any, blocks: Tensor) -> tuple[Any, Any, Tensor]:
+    """mask, mask_mod and the map of a call: the block mask's, or the caller's, which decide in full blocks too."""
+    for name, own, given in (("mask", block_mask.mask, mask), ("mask_mod", block_mask.mask_mod, mask_mod)):
+        if own is not None and given is not None:
+            raise ValueError(f"{name}: block_mask has one already; combine the two, and make the BlockMask of that")
+    if mask is not None or mask_mod is not None:
+        blocks = blocks.clamp(max=1)
+    mask = block_mask.mask if mask is None else mask
+    return mask, block_mask.mask_mod if mask_mod is None else mask_mod, blocks

@@ -1,6 +1,7 @@
 """Standard attention, materialised: the semantics of tileattn in one sitting, and the oracle of every test.
 
-    s = softcap(q.k * scale) + alibi + bias;  s = -inf where hidden;  p = softmax([sink?, s]);  out = dropout(p).v
+    s = score_mod(softcap(q.k * scale) + alibi + bias);  s = -inf where hidden;  p = softmax([sink?, s]);
+    out = dropout(p).v
 
 It is differentiable by autograd in every input and it holds the (seqlen_q, seqlen_k) matrices, so it is slow and
 hungry, and it is the baseline of every benchmark.
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tileattn.block_mask import FULL, SKIPPED, of_scores
+from tileattn.mods import Program
 from tileattn.philox import keep_mask
 from tileattn.problem import Inputs, Problem
 
@@ -46,6 +49,7 @@ def standard_attention(problem: Problem, inputs: Inputs, dtype: torch.dtype | No
             bias=_of_sequence(inputs.bias, b, len_q, len_k),
             mask=_of_sequence(inputs.mask, b, len_q, len_k),
             alibi_slopes=None if inputs.alibi_slopes is None else _pick(inputs.alibi_slopes, b),
+            block_mask=None if inputs.block_mask is None else _pick(inputs.block_mask, b),
         )
         ref = _dense(problem, one, dtype, first_batch=b)
         outs.append(ref.out[0])
@@ -66,6 +70,26 @@ def visible(problem: Problem, seqlen_q: int, seqlen_k: int, device: torch.device
     if problem.window_right >= 0:
         seen &= distance <= problem.window_right
     return seen
+
+
+def _allowed(problem: Problem, inputs: Inputs, at: tuple[Tensor, ...], seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Boolean, broadcasting to the scores: what mask, mask_mod and block_mask let each row see."""
+    seen = torch.ones((), dtype=torch.bool, device=inputs.q.device)
+    if inputs.mask is not None:
+        seen = seen & inputs.mask
+    if problem.mask_mod:
+        seen = seen & Program.parse(problem.mask_mod).run(at, inputs.mask_mod_tensors, torch.float32).bool()
+    if inputs.block_mask is not None:
+        m, n = problem.block_size
+        kind = of_scores(inputs.block_mask, (m, n), range(seqlen_q), range(seqlen_k))
+        seen = (kind != SKIPPED) & (seen | (kind == FULL))
+    return seen
+
+
+def _indices(first_batch: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """b, h, row and col as mods take them, broadcasting to the scores."""
+    b, h, row, col = (torch.arange(n, dtype=torch.int32, device=device) for n in shape)
+    return (b + first_batch)[:, None, None, None], h[:, None, None], row[:, None], col
 
 
 def _distance(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
@@ -94,9 +118,11 @@ def _dense(problem: Problem, inputs: Inputs, dtype: torch.dtype | None, first_ba
         scores = scores - inputs.alibi_slopes.to(high)[:, :, None, None] * distance
     if inputs.bias is not None:
         scores = scores + inputs.bias.to(high)
-    seen = visible(problem, seqlen_q, seqlen_k, q.device)
-    if inputs.mask is not None:
-        seen = seen & inputs.mask
+    at = _indices(first_batch, scores.shape, q.device)
+    if problem.score_mod:
+        modified = Program.parse(problem.score_mod).run((scores, *at), inputs.score_mod_tensors, high)
+        scores = modified.to(high).expand(scores.shape)
+    seen = visible(problem, seqlen_q, seqlen_k, q.device) & _allowed(problem, inputs, at, seqlen_q, seqlen_k)
     scores = scores.masked_fill(~seen, float("-inf"))
     if inputs.sink is not None:
         sink = inputs.sink.to(high)[None, :, None, None].expand(*scores.shape[:-1], 1)

@@ -19,7 +19,7 @@ from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LOG2E, ModifierGradients, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
 from tileattn.backends.cpu.steps import differentiate
-from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap, visit
+from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, overlap
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 
@@ -200,7 +200,7 @@ class _KeyBlock:
         stack = self.heads.stack
         visits: list[tuple[range, list[Tile]]] = []
         for rows in stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align):
-            tiles = [t for t in visit(self.scores.window, rows, self.cols, blocks) if not self.scores.hidden(t)]
+            tiles = list(self.scores.tiles(rows, self.cols, blocks))
             if tiles:
                 visits.append((rows, tiles))
         if self.scores.plain:
@@ -249,7 +249,8 @@ class _KeyBlock:
     def _tile(self, tile: Tile, rows: _Rows, c: slice) -> None:
         k, v, low_k = self.k[..., c, :], self.v[..., c, :], self.low_k[..., c, :]
         product = self.scores.product(k, rows.q)  # its tanh, with a softcap
-        p = self.scores.modify(product, tile).add_(rows.neg_lse[..., None, :]).exp2_()
+        raw = self.scores.raw(product, tile)
+        p = self.scores.modify(raw, tile).add_(rows.neg_lse[..., None, :]).exp2_()
         keep = self.scores.keep(tile)
         if keep is None:
             dropped, ds = p, linear(v, rows.dout, rows.neg_delta).mul_(p)
@@ -258,7 +259,7 @@ class _KeyBlock:
             ds = linear(v, rows.dout).mul_(keep).add_(rows.neg_delta[..., None, :]).mul_(p)
         if self.call.dv is not None:
             self.dv[..., c, :].add_(linear(dropped.to(self.low), rows.low_dout.transpose(-1, -2)))
-        ds = self.scores.chain(ds, product, tile, self.modifiers).to(self.low)
+        ds = self.scores.chain(ds, product, raw, tile, self.modifiers).to(self.low)
         if self.call.dk is not None:
             self.dk[..., c, :].add_(linear(ds, rows.low_q.transpose(-1, -2)))
         if self.call.dq is not None:

@@ -22,7 +22,7 @@ from tileattn.backends.cpu.gemm import linear, operand_dtype
 from tileattn.backends.cpu.scores import LOG2E, Scores
 from tileattn.backends.cpu.stacks import Stack, stacks
 from tileattn.backends.cpu.steps import attend, finite, textbook_step, write
-from tileattn.backends.cpu.tiling import Blocks, Tile, cuts, visit
+from tileattn.backends.cpu.tiling import Blocks, Tile, cuts
 from tileattn.problem import Forward, Inputs, Problem
 
 
@@ -102,7 +102,7 @@ def _attend(head: _Head, blocks: Blocks, rows: range, cols: range) -> OnlineSoft
     """Attention of a block of rows to a range of keys, not yet normalised."""
     scores, stack = head.scores, head.scores.stack
     columns = stack.cuts(cols, blocks.columns(math.prod(stack.lead) * len(rows) * stack.problem.group), blocks.align)
-    tiles = [tile for block in columns for tile in visit(scores.window, rows, block, blocks)]
+    tiles = [tile for block in columns for tile in scores.tiles(rows, block, blocks)]
     places = [stack.place(tile, rows.start, 0) for tile in tiles]
     if scores.plain:
         windows = [scores.windows(tile) for tile in tiles]
@@ -111,9 +111,8 @@ def _attend(head: _Head, blocks: Blocks, rows: range, cols: range) -> OnlineSoft
     q = stack.rows(head.q, rows, scores.dtype) * scores.q_scale
     softmax = OnlineSoftmax.empty(scores, q)
     for tile, (r0, r1, _, _) in zip(tiles, places, strict=True):
-        if not scores.hidden(tile):
-            k, v = stack.cols(head.k, tile.cols, scores.dtype), stack.cols(head.v, tile.cols, head.v_dtype)
-            softmax.step(tile, slice(r0, r1), q, k, v)
+        k, v = stack.cols(head.k, tile.cols, scores.dtype), stack.cols(head.v, tile.cols, head.v_dtype)
+        softmax.step(tile, slice(r0, r1), q, k, v)
     return softmax
 
 
@@ -141,7 +140,7 @@ class OnlineSoftmax:
 
     def step(self, tile: Tile, r: slice, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take in a tile, rows r of the block, with every modifier."""
-        s = self.scores.modify(self.scores.product(k, q[..., r, :]), tile)
+        s = self.scores.modify(self.scores.raw(self.scores.product(k, q[..., r, :]), tile), tile)
         acc = self.acc[..., r]
         p = textbook_step(s, self.m[..., r], self.l[..., r], acc)
         keep = self.scores.keep(tile)

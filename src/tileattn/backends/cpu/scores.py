@@ -1,4 +1,4 @@
-"""The score pipeline of a stack of heads, tile by tile: softcap -> + alibi -> + bias -> mask -> window.
+"""The score pipeline of a stack of heads, tile by tile: softcap -> + alibi -> + bias -> score_mod -> mask -> window.
 
 Tiles are transposed, [*, cols, rows], and in units of log2: statistics of rows then run along the last dim, as the
 bias of a matrix product does, and exp2 is several times faster than exp.
@@ -7,15 +7,18 @@ bias of a matrix product does, and exp2 is several times faster than exp.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tileattn.backends.cpu.gemm import linear
+from tileattn.backends.cpu.sparsity import Sparsity
 from tileattn.backends.cpu.stacks import Stack
 from tileattn.backends.cpu.steps import add_windows
-from tileattn.backends.cpu.tiling import Tile, Window, overlap
+from tileattn.backends.cpu.tiling import Blocks, Tile, Window, overlap, visit
+from tileattn.mods import Program
 from tileattn.philox import keep_mask
 from tileattn.problem import Inputs
 
@@ -43,20 +46,39 @@ class Scores:
         self.stack, self.inputs, self.dtype = stack, inputs, dtype
         self.softcap = problem.softcap
         # turns q.k into scores in units of log2, or, with a softcap, into the argument of its tanh
-        self.q_scale = problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E
+        # (a score_mod takes natural scores)
+        self.unit = 1.0 if problem.score_mod else LOG2E
+        self.q_scale = problem.scale / problem.softcap if problem.softcap else problem.scale * self.unit
         self.window = Window.of(problem, stack.seqlen_q, stack.seqlen_k)
+        self.masked = problem.has_mask or bool(problem.mask_mod)
         # nothing but the window: `steps` does it all, and shifts of the rows ride on the products
         self.plain = not (
-            problem.softcap or problem.has_alibi or problem.has_bias or problem.has_mask or problem.dropout_p
+            problem.softcap
+            or problem.has_alibi
+            or problem.has_bias
+            or problem.score_mod
+            or self.masked
+            or problem.block_size
+            or problem.dropout_p
         )
         self.bias = None if inputs.bias is None else stack.of_heads(inputs.bias)
         self.mask = None if inputs.mask is None else stack.of_heads(inputs.mask)
+        blocks = inputs.block_mask
+        self.sparsity = None if blocks is None else Sparsity(stack.of_heads(blocks), problem.block_size)
         slopes = inputs.alibi_slopes
         self.slopes = None if slopes is None else stack.of_heads(slopes.to(dtype))  # [batches or 1, heads, group]
 
-    def hidden(self, tile: Tile) -> bool:
+    def tiles(self, rows: range, cols: range, blocks: Blocks) -> Iterator[Tile]:
+        """The visible part of rows x cols."""
+        whole = [(rows, cols, self.masked)] if self.sparsity is None else self.sparsity.runs(rows, cols)
+        for some_rows, some_cols, masked in whole:
+            for tile in visit(self.window, some_rows, some_cols, blocks):
+                if not self._hidden(tile):
+                    yield tile._replace(masked=masked)
+
+    def _hidden(self, tile: Tile) -> bool:
         """Whether the mask hides the tile from every row."""
-        if self.mask is None:
+        if self.mask is None or self.sparsity is not None:
             return False
         part = _part(self.mask, tile)
         return part.numel() > 0 and not part.view(torch.uint8).amax().item()
@@ -65,17 +87,30 @@ class Scores:
         """q.k of a tile, [*, cols, rows]; with a softcap, its tanh."""
         return linear(k, q, None, "tanh" if self.softcap else "none")
 
-    def modify(self, s: Tensor, tile: Tile) -> Tensor:
-        """Turn the product into scores, in place unless there is a softcap, whose tanh backward needs again."""
+    def raw(self, s: Tensor, tile: Tile) -> Tensor:
+        """Turn the product into what score_mod takes, in place unless there is a softcap, whose tanh backward needs
+        again."""
         if self.softcap:
-            s = s * (self.softcap * LOG2E)
+            s = s * (self.softcap * self.unit)
         if self.slopes is not None:
             s.addcmul_(
-                self._distance(tile), self.stack.per_row(self.slopes, len(tile.rows))[..., None, :], value=-LOG2E
+                self._distance(tile), self.stack.per_row(self.slopes, len(tile.rows))[..., None, :], value=-self.unit
             )
         if self.bias is not None:
-            s.add_(self._transposed(_part(self.bias, tile).to(self.dtype), tile), alpha=LOG2E)
-        if self.mask is not None:
+            s.add_(self._transposed(_part(self.bias, tile).to(self.dtype), tile), alpha=self.unit)
+        return s
+
+    def modify(self, s: Tensor, tile: Tile) -> Tensor:
+        """Turn raw scores into scores, in place unless there is a score_mod, whose derivative needs them again."""
+        problem = self.stack.problem
+        if problem.score_mod:
+            values = (self._five(s, tile), *self._indices(tile))
+            modified = Program.parse(problem.score_mod).run(values, self.inputs.score_mod_tensors, self.dtype)
+            s = torch.empty_like(s)
+            torch.mul(modified.to(self.dtype).expand(values[0].shape), LOG2E, out=self._five(s, tile))
+        if tile.masked and (problem.mask_mod or self.sparsity is not None):
+            self._five(s, tile).masked_fill_(~self._allowed(tile), float("-inf"))
+        elif tile.masked and self.mask is not None:
             integer, infinity = _INFINITY_BITS[self.dtype]
             hide = self._transposed(_part(self.mask, tile).to(integer), tile)
             s.add_((hide - 1).bitwise_and_(infinity).view(self.dtype))
@@ -93,9 +128,35 @@ class Scores:
             if len(rows)
         ]
 
-    def chain(self, ds: Tensor, product: Tensor, tile: Tile, into: ModifierGradients) -> Tensor:
+    def _allowed(self, tile: Tile) -> Tensor:
+        """Boolean, broadcasting to [batches, heads, cols, rows, group]: what masks and blocks let each row see."""
+        seen = torch.ones((), dtype=torch.bool)
+        if self.mask is not None:
+            seen = _part(self.mask, tile).permute(0, 1, 4, 3, 2)
+        if self.stack.problem.mask_mod:
+            program = Program.parse(self.stack.problem.mask_mod)
+            seen = seen & program.run(self._indices(tile), self.inputs.mask_mod_tensors, self.dtype).bool()
+        return seen if self.sparsity is None else self.sparsity.apply(seen, tile)
+
+    def _indices(self, tile: Tile) -> tuple[Tensor, ...]:
+        """b, h, row and col of a tile as mods take them, broadcasting to [batches, heads, cols, rows, group]."""
+        stack, group = self.stack, self.stack.problem.group
+        heads = range(stack.heads.start * group, stack.heads.stop * group)
+        of = [torch.arange(r.start, r.stop, dtype=torch.int32) for r in (stack.batches, heads, tile.rows, tile.cols)]
+        return of[0].view(-1, 1, 1, 1, 1), of[1].view(-1, 1, 1, group), of[2].view(-1, 1), of[3].view(-1, 1, 1)
+
+    def _five(self, x: Tensor, tile: Tile) -> Tensor:
+        """[*, cols, rows] -> [batches, heads, cols, rows, group]."""
+        return x.view(len(self.stack.batches), len(self.stack.heads), len(tile.cols), len(tile.rows), -1)
+
+    def chain(self, ds: Tensor, product: Tensor, raw: Tensor, tile: Tile, into: ModifierGradients) -> Tensor:
         """Gradient of the scores -> gradient of q.k * scale, in place; alibi's and bias' on the way."""
         stack, rows = self.stack, len(tile.rows)
+        if stack.problem.score_mod:
+            program = Program.parse(stack.problem.score_derivative)
+            five = self._five(ds, tile)
+            values = (self._five(raw, tile), *self._indices(tile), five)
+            five.copy_(program.run(values, self.inputs.score_mod_tensors, self.dtype))
         if into.slopes is not None:
             of_rows = (ds * self._distance(tile)).sum(-2)
             into.slopes.sub_(of_rows.view(len(stack.batches), len(stack.heads), rows, -1).sum(2))

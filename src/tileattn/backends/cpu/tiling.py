@@ -69,11 +69,12 @@ class Window(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """rows are positions of q. partial: the window hides some of it."""
+    """rows are positions of q. partial: the window hides some of it. masked: mask, mask_mod or block_mask may."""
 
     rows: range
     cols: range
     partial: bool
+    masked: bool = True
 
 
 def cuts(whole: range, block: int, align: int) -> list[range]:

@@ -50,6 +50,9 @@ def _modifiers(p: Problem) -> str | None:
         "bias": p.has_bias,
         "mask": p.has_mask,
         "dropout": p.dropout_p > 0.0,
+        "score_mod": bool(p.score_mod),
+        "mask_mod": bool(p.mask_mod),
+        "block_mask": bool(p.block_size),
     }
     names = [name for name, there in present.items() if there]
     return f"has no {', '.join(names)}" if names else None
