@@ -33,7 +33,7 @@ def table_of(target):
 
 
 def targets(quick):
-    return [pytest.param(t, marks=[] if t in quick else pytest.mark.slow) for t in TARGETS]
+    return [pytest.param(t, marks=[] if t in quick else pytest.mark.exhaustive) for t in TARGETS]
 
 
 @pytest.mark.parametrize("target", targets(CI))
@@ -42,7 +42,7 @@ def test_causal_forward_and_backward_compile(target):
     assert [c.name for c in compiled] == ["forward_kernel", "delta_kernel", "backward_kv_kernel", "backward_q_kernel"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("head_dim", [80, 128, 256, 512])
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_head_dims_compile(target, head_dim):
@@ -65,7 +65,7 @@ def test_float32_compiles(target):
 BUDGET = {64: (0, 0, 0), 128: (0, 128, 0), 256: (0, 352, 0)}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_hopper_kernels_stay_in_registers_and_on_its_tensor_cores(head_dim, causal):
     compiled = {c.name: c for c in compile_call(*problem(head_dim, causal=causal), TARGETS["sm90"], tuning.HOPPER)}
