@@ -23,7 +23,6 @@ from tileattn.philox import keep_mask
 from tileattn.problem import Inputs
 
 LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 # 0 - 1 has every bit set; these keep sign and exponent, the bits of -inf
 _INFINITY_BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
 

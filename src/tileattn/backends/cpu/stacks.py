@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tileattn.backends.cpu import tiling, workers
+from tileattn.backends.cpu.steps import rows_between
 from tileattn.backends.cpu.tiling import Tile
 from tileattn.problem import Inputs, Problem
 
@@ -53,9 +54,7 @@ class Stack:
 
     def rows(self, queries: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
         """Some of what `queries` returned, [*, rows, dim]."""
-        x = queries[..., rows.start : rows.stop, :, :].to(dtype)
-        x = x.reshape(*self.lead, -1, x.shape[-1])
-        return x if self.lead else x.contiguous()
+        return rows_between(queries, rows.start, rows.stop).to(dtype)
 
     def keys(self, x: Tensor) -> Tensor:
         """View of a tensor laid out like k: [seqlen_k, dim], or [batches, heads, seqlen_k, dim]."""

@@ -79,10 +79,10 @@ def _shifted_step(
     return True
 
 
-def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+def rows_between(x: Tensor, start: int, stop: int) -> Tensor:
     """Positions start to stop of [seqlen_q, group, dim] or [batches, heads, seqlen_q, group, dim]: [*, rows, dim]."""
     x = x[..., start:stop, :, :].flatten(-3, -2)
-    return x if x.dim() == 2 else x.flatten(0, 1)
+    return x.contiguous() if x.dim() == 2 else x.flatten(0, 1)
 
 
 def _computing(x: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """m, l and acc of positions start to stop, after tiles (first and last row, first and last key).
 
-    q as `_rows` takes it, q_scale brings its scores to units of log2; k, v: [seqlen_k, dim] or [batches, heads,
+    q as `rows_between` takes it, q_scale brings its scores to units of log2; k, v: [seqlen_k, dim] or [batches, heads,
     seqlen_k, dim].
     """
-    q = _computing(_rows(q, start, stop)) * q_scale
+    q = _computing(rows_between(q, start, stop)) * q_scale
     m = torch.full_like(q.select(-1, 0), float("-inf"))
     l = torch.zeros_like(m)
     acc = q.new_zeros(list(q.shape[:-2]) + [v.size(-1), q.size(-2)])  # noqa: RUF005  (TorchScript cannot unpack)
@@ -156,11 +156,12 @@ def _differentiate(
 ) -> None:
     """Add what tiles of a block of keys give to its dk and dv [*, cols, dim] and to dq [*, dim, rows].
 
-    q, dout as `_rows` takes them, in blocks of positions, each with its tiles: first and last row of the block, first
-    and last key of k, v and low_k, which are [*, cols, dim], low_k in dtype `low`. neg_lse, neg_delta: of all rows.
+    q, dout as `rows_between` takes them, in blocks of positions, each with its tiles: first and last row of the block,
+    first and last key of k, v and low_k, which are [*, cols, dim], low_k in dtype `low`. neg_lse, neg_delta: of all
+    rows.
     """
     for b, (start, stop) in enumerate(blocks):
-        low_q, low_dout = _rows(q, start, stop).to(low), _rows(dout, start, stop).to(low)
+        low_q, low_dout = rows_between(q, start, stop).to(low), rows_between(dout, start, stop).to(low)
         scaled_q, high_dout = _computing(low_q) * q_scale, _computing(low_dout)
         first = start * q.size(-2)
         for i, (r0, r1, c0, c1) in enumerate(tiles[b]):
