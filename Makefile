@@ -1,8 +1,9 @@
 # What needs a GPU, or takes long without one. The quick tests are `pytest`.
 .PHONY: gpu-test gpu-bench compile-test
 
+# Mostly compiling: one process a core. With an empty Triton cache some minutes of all cores' time.
 gpu-test:
-	python -m pytest -m gpu -q
+	python -m pytest -m gpu -q -n auto --dist worksteal
 
 gpu-bench:
 	python benchmarks/gpu.py benchmarks/results/gpu-portable.json

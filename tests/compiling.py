@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from oracle import wanted
 from triton.backends.compiler import GPUTarget
 
 from tileattn.backends import portable
@@ -58,12 +59,13 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled]) -> Iterator[None]:
-    """Launches compile and are recorded, with the tiles of `table`."""
+def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled] | None) -> Iterator[None]:
+    """Launches compile, with the tiles of `table`, and are measured if that is asked for."""
 
     def record(kernel: Any, device: torch.device, programs: int, tile: tuning.Tile, *args: Any) -> None:
         compiled = kernel.run(*args, grid=(programs,), warmup=True, **compile_options(tile))
-        found.append(_measure(kernel.__name__, compiled, target))
+        if found is not None:
+            found.append(_measure(kernel.__name__, compiled, target))
 
     modules = [sys.modules[f"tileattn.backends.portable.{name}"] for name in ("forward", "backward")]
     before = [module.launch for module in modules], tuning.table_for, triton.runtime.driver._active
@@ -110,3 +112,23 @@ def compile_call(
         if wanted is not None:
             portable.backward(problem, inputs, forward, forward.out, None, wanted)
     return found
+
+
+def specialisations(calls: list[tuple[Problem, Inputs]], target: GPUTarget, table: tuning.Table) -> list[str]:
+    """Names of the kernels that Triton would compile for these calls, forward and backward; compiles none."""
+    asked: set[tuple[str, str]] = set()
+
+    def refuse(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        asked.add((fn.name, str([compile[name] for name in ("signature", "constants", "configs")])))
+        return True
+
+    hooks = triton.knobs.runtime
+    before, hooks.jit_cache_hook = hooks.jit_cache_hook, refuse
+    try:
+        with _compiling_for(target, table, None):
+            for problem, inputs in calls:
+                forward = portable.forward(problem, inputs)
+                portable.backward(problem, inputs, forward, forward.out, None, wanted(inputs))
+    finally:
+        hooks.jit_cache_hook = before
+    return sorted(name for name, _ in asked)

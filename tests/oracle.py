@@ -10,9 +10,11 @@ and holds out, lse and every gradient to the rule.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -446,43 +448,64 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140, mods: bool = False
-) -> Case:
+# What kernels are compiled for. The rest of a Case (sizes, lengths, bounds, seeds) is met by kernels that are there.
+_DIMS = tuple(itertools.product((False, True), repeat=4))
+FAMILY: dict[str, tuple[object, ...]] = {
+    "head_dim": (1, 8, 16, 33, 64),
+    "head_dim_v": (1, 8, 16, 33, 64),
+    "varlen": (False, True),
+    "grouped": (False, True),
+    "causal": (False, True),
+    "bounded": ((False, False), (True, False), (False, True), (True, True)),  # sides of the window
+    "softcap": (0.0, 0.0, 2.0),
+    "bias": (None,) * len(_DIMS) + _DIMS,
+    "mask": (None,) * len(_DIMS) + _DIMS,
+    "alibi": (False, True),
+    "sink": (False, True),
+    "dropout_p": (0.0, 0.0, 0.25),
+    "layout": ("bshd", "bhsd", "sliced", "strided"),
+}
+# The same for mods and block masks.
+FAMILY_OF_MODS: dict[str, tuple[object, ...]] = {
+    "score_mod": (None, "tanh", "relative", "piecewise", "causal"),
+    "mask_mod": (None, "causal", "documents", "lengths"),
+    "block_size": (None, (16, 32), (64, 64), (128, 128)),
+}
+
+
+def cases(dtypes: tuple[torch.dtype, ...] = (torch.float32,), max_seqlen: int = 140, mods: bool = False) -> Any:
     """Hypothesis strategy: any sizes up to max_seqlen with any modifiers together; with mods, those and block masks."""
-    length = st.integers(0, max_seqlen)
-    dims = st.none() | st.tuples(*[st.booleans()] * 4)
-    bound = st.integers(-1, max_seqlen)
-    score_mods = st.sampled_from((None, "tanh", "relative", "piecewise", "causal") if mods else (None,))
-    mask_mods = st.sampled_from((None, "causal", "documents", "lengths") if mods else (None,))
-    block_sizes = st.sampled_from((None, (16, 32), (64, 64), (128, 128)) if mods else (None,))
+    choices = FAMILY | {"dtype": dtypes} | (FAMILY_OF_MODS if mods else {})
+    families = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in choices.items()})
+    return families.flatmap(lambda family: members(family, max_seqlen))
+
+
+def draw_family(seed: int, choices: dict[str, tuple[object, ...]]) -> dict[str, Any]:
+    """One of FAMILY, or of a like table."""
+    generator = random.Random(seed)
+    return {name: generator.choice(values) for name, values in choices.items()}
+
+
+@st.composite
+def members(draw: st.DrawFn, family: dict[str, Any], max_seqlen: int) -> Case:
+    """Hypothesis strategy: the cases of a family."""
+    fields = dict(family)
+    length, bound = st.integers(0, max_seqlen), st.integers(0, max_seqlen // 2)
+    if fields.pop("varlen"):
+        lengths = draw(st.lists(st.tuples(length, length), max_size=3))
+        fields |= {"lengths_q": tuple(a for a, _ in lengths), "lengths_k": tuple(b for _, b in lengths)}
     num_heads_k = draw(st.integers(1, 2))
-    lengths = draw(st.none() | st.lists(st.tuples(length, length), max_size=3))
+    group = draw(st.integers(2, 3)) if fields.pop("grouped") else 1
+    left, right = fields.pop("bounded")
     return Case(
         batch=draw(st.integers(1, 2)),
         seqlen_q=draw(length),
         seqlen_k=draw(length),
-        num_heads=num_heads_k * draw(st.integers(1, 3)),
+        num_heads=num_heads_k * group,
         num_heads_k=num_heads_k,
-        head_dim=draw(st.sampled_from((1, 8, 16, 33, 64))),
-        head_dim_v=draw(st.sampled_from((1, 8, 16, 33, 64))),
-        dtype=draw(st.sampled_from(dtypes)),
-        lengths_q=None if lengths is None else tuple(a for a, _ in lengths),
-        lengths_k=None if lengths is None else tuple(b for _, b in lengths),
-        causal=draw(st.booleans()),
-        window=(draw(bound), draw(bound)),
-        softcap=draw(st.sampled_from((0.0, 0.0, 2.0))),
-        bias=draw(dims),
+        window=(draw(bound) if left else -1, draw(bound) if right else -1),
         bias_hides=draw(st.booleans()),
-        mask=draw(dims),
-        alibi=draw(st.booleans()),
-        sink=draw(st.booleans()),
-        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))),
-        score_mod=draw(score_mods),
-        mask_mod=draw(mask_mods),
-        block_size=draw(block_sizes),
-        layout=draw(st.sampled_from(("bshd", "bhsd", "sliced", "strided"))),
         magnitude=draw(st.sampled_from((1.0, 1.0, 10.0))),
         seed=draw(st.integers(0, 2**16)),
+        **fields,
     )

@@ -8,7 +8,8 @@ from tileattn.problem import Problem, Wanted
 pytest.importorskip("triton")
 
 import triton
-from compiling import TARGETS, compile_call
+from compiling import TARGETS, compile_call, specialisations
+from oracle import ALL_DIMS, Case, build
 
 from tileattn.backends.portable import tuning
 
@@ -60,6 +61,33 @@ def test_all_modifiers_together_compile(target):
 @pytest.mark.parametrize("target", targets(("sm80",)))
 def test_float32_compiles(target):
     compile_call(*problem(64, torch.float32, causal=True), TARGETS[target], tuning.FLOAT32)
+
+
+KERNELS = ["backward_kv_kernel", "backward_q_kernel", "delta_kernel", "forward_kernel"]
+# what each call adds, and how many times each kernel is compiled for calls of all sizes
+SIZES = {
+    "plain": (KERNELS, {}),
+    "head_dim_40": (KERNELS, {"head_dim": 40, "head_dim_v": 40}),
+    "bhsd": (KERNELS, {"layout": "bhsd", "causal": True}),
+    "sliced": (KERNELS, {"layout": "sliced"}),
+    "modifiers": (KERNELS, {"softcap": 3.0, "alibi": True, "sink": True, "dropout_p": 0.1, "window": (5, 0)}),
+    # rows of a bias that start at multiples of 8 elements are worth kernels of their own
+    "bias": (2 * ["backward_bias_kernel", *KERNELS[:2], KERNELS[3]] + [KERNELS[2]], {"bias": ALL_DIMS}),
+    "mask": (2 * [*KERNELS[:2], KERNELS[3]] + [KERNELS[2]], {"mask": ALL_DIMS}),
+}
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_compiled_anew_for_other_lengths_batches_or_heads(name, varlen):
+    expected, options = SIZES[name]
+    base = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64)
+    calls = []
+    for batch, seqlen_q, seqlen_k, heads in ((1, 17, 19, 1), (2, 128, 64, 2), (3, 65, 80, 3), (16, 16, 48, 16)):
+        lengths = {"lengths_q": (seqlen_q,) * batch, "lengths_k": (seqlen_k,) * batch} if varlen else {}
+        case = base.but(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_k=heads)
+        calls.append(build(case.but(**lengths, **options))[:2])
+    assert specialisations(calls, TARGETS["sm90"], tuning.HOPPER) == sorted(expected)
 
 
 # bytes of spills a thread on Hopper for forward, backward_kv and backward_q, by head_dim, with Triton 3.6

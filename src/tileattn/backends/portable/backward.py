@@ -10,6 +10,7 @@ Every block recomputes P from q, k and lse, and every gradient is summed by one 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from tileattn.backends.portable.device.rows import (
     load_rows,
     locate,
     open_rows,
+    sized,
     span,
     stats_at,
     store_block,
@@ -351,7 +353,7 @@ class _Backward:
             workspace_of(self.lse),
             workspace_of(self.delta),
             *self.sequences,
-            mode_of(p, tile, forward.out, self.dout),
+            mode_of(replace(p, window_left=-1, window_right=-1), tile, forward.out, self.dout),
             tile.block_m,
         )
 
@@ -388,7 +390,7 @@ class _Backward:
             backward_bias_kernel,
             batch * heads * blocks_m * blocks_n,
             tile,
-            (Rows(dbias, 0, cols, rows * cols),),
+            (Rows(dbias, *sized(0, cols, rows * cols), tl.constexpr(1)),),
             (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
         )
         return dbias

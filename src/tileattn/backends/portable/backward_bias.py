@@ -7,7 +7,16 @@ import triton.language as tl
 
 from tileattn.backends.portable.device.gradients import score_gradient
 from tileattn.backends.portable.device.masks import tile_ranges
-from tileattn.backends.portable.device.rows import SIZES, Sequences, load_rows, locate, open_rows, span, workspace_at
+from tileattn.backends.portable.device.rows import (
+    SIZES,
+    Sequences,
+    base_of,
+    load_rows,
+    locate,
+    open_rows,
+    span,
+    workspace_at,
+)
 from tileattn.backends.portable.device.scores import open_head
 
 
@@ -74,5 +83,5 @@ def backward_bias_kernel(
         acc = tl.sum(acc, 1, keep_dims=True)
         cols = tl.zeros([1, 1], tl.int32)
         inside = rows < (1 if SHARED_ROWS else longest_q)
-    ptrs = dbias.ptr + pair.to(tl.int64) * dbias.stride_head + rows.to(tl.int64) * dbias.stride_row + cols
+    ptrs = base_of(dbias, pair * 0, pair, rows) + cols
     tl.store(ptrs, acc.to(dbias.ptr.dtype.element_ty), mask=inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +81,13 @@ def _window(problem: Problem) -> tuple[int, int]:
     return left, -1 if p.window_right >= p.seqlen_q else p.window_right
 
 
+_ALIGN = {n: tl.constexpr(n) for n in (1, 2, 4, 8, 16)}
+
+
 def rows_of(x: Tensor) -> Rows:
-    return Rows(x, *x.stride()[:3]) if x.dim() == 4 else Rows(x, 0, *x.stride()[:2])
+    strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+    align = math.gcd(*strides, 16)
+    return Rows(x, *sized(*strides, align=align), _ALIGN[align])
 
 
 def stats_of(x: Tensor) -> RowStats:
@@ -119,28 +125,35 @@ def sequences_of(problem: Problem, inputs: Inputs) -> Sequences:
 
 def modifiers_of(problem: Problem, inputs: Inputs) -> Modifiers:
     p = problem
-    dropped = threshold(p.dropout_p)
+    slopes, dropped = inputs.alibi_slopes, threshold(p.dropout_p)
     return Modifiers(
         scale=p.scale,
         softcap=p.softcap or None,
-        alibi=inputs.alibi_slopes,
+        alibi=slopes,
         bias=inputs.bias,
         mask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
         seed=inputs.dropout_seed,
         threshold=dropped - 2**32 if dropped >= 2**31 else dropped,
         rescale=1.0 / (1.0 - p.dropout_p),
-        **_strides("alibi", inputs.alibi_slopes),
+        alibi_batch=0 if slopes is None or slopes.shape[0] == 1 else sized(slopes.stride(0))[0],
+        alibi_head=0 if slopes is None else slopes.stride(1),
         **_strides("bias", inputs.bias),
         **_strides("mask", inputs.mask),
     )
 
 
-def _strides(name: str, x: Tensor | None) -> dict[str, int]:
-    """The fields of Modifiers that hold strides: 0 along dims of size 1, so that they broadcast."""
-    fields = [f"{name}_{dim}" for dim in ("batch", "head", "row", "col")]
-    if x is None:
-        return dict.fromkeys(fields[:2] if name == "alibi" else fields, 0)
-    return {field: 0 if size == 1 else stride for field, size, stride in zip(fields, x.shape, x.stride(), strict=False)}
+def _strides(name: str, x: Tensor | None) -> dict[str, Any]:
+    """The fields of Modifiers that hold strides of a bias or mask: 0 along dims of size 1, so that they broadcast."""
+    strides = [0] * 4 if x is None else [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    align = 8 if math.gcd(*strides[:3]) % 8 == 0 else 1
+    batch, head, row = sized(*strides[:3], align=align)
+    return {
+        f"{name}_batch": batch,
+        f"{name}_head": head,
+        f"{name}_row": row,
+        f"{name}_col": strides[3],
+        f"{name}_align": _ALIGN[align],
+    }
 
 
 def launch(kernel: Any, device: torch.device, programs: int, tile: Tile, *args: Any) -> None:

@@ -9,21 +9,23 @@ import triton
 import triton.language as tl
 
 # Triton compiles anew for an integer that is 1 or a multiple of 16, and do_not_specialize does not reach into tuples.
-# Strides that depend on lengths come multiplied by 16, so that one kernel serves all of them.
+# Strides come multiplied by 16, so that one kernel serves all of them, after division by a constant that divides them.
 SIZE_UNIT = tl.constexpr(16)
 
 
-def sized(*sizes: int) -> tuple[int, ...]:
-    return tuple(16 * size for size in sizes)
+def sized(*sizes: int, align: int = 1) -> tuple[int, ...]:
+    return tuple(size // align * 16 for size in sizes)
 
 
 class Rows(NamedTuple):
-    """A tensor as kernels take it. The last dim has stride 1; varlen: stride_batch is 0."""
+    """A tensor as kernels take it, strides `sized` with align, a tl.constexpr: the power of two up to 16 that divides
+    them all. The last dim has stride 1; varlen: stride_batch is 0."""
 
     ptr: Any
     stride_batch: int
     stride_row: int
     stride_head: int
+    align: Any
 
 
 class RowStats(NamedTuple):
@@ -72,6 +74,12 @@ def size(x):
 
 
 @triton.jit
+def stride(x, ALIGN: tl.constexpr):
+    """The value of a stride that is `sized` with an align. A product: tl.multiple_of does not outlive inlining."""
+    return size(x) * ALIGN
+
+
+@triton.jit
 def locate(pid, num_blocks, num_heads):
     """(block, head, batch) of a program: blocks of one head are neighbours, so that they share its k and v in L2."""
     block = pid % num_blocks
@@ -93,21 +101,23 @@ def span(cu_seqlens, batch, total, longest):
 @triton.jit
 def base_of(x, batch, head, start):
     """Pointer to the first row of one head of one sequence."""
-    base = x.ptr + batch.to(tl.int64) * x.stride_batch + head.to(tl.int64) * x.stride_head
-    return base + start.to(tl.int64) * x.stride_row
+    base = x.ptr + batch.to(tl.int64) * stride(x.stride_batch, x.align)
+    base += head.to(tl.int64) * stride(x.stride_head, x.align)
+    return base + start.to(tl.int64) * stride(x.stride_row, x.align)
 
 
 @triton.jit
 def open_rows(x, batch, head, start, length, mode, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """One head of one sequence, to be walked through with `load_rows`: a tensor descriptor, or pointers."""
     base = base_of(x, batch, head, start)
+    stride_row = stride(x.stride_row, x.align)
     if mode.tma:
-        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), DIM], [x.stride_row, 1], [BLOCK, BLOCK_DIM])
+        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), DIM], [stride_row, 1], [BLOCK, BLOCK_DIM])
     else:
         offs = tl.arange(0, BLOCK)[:, None]
         dims = tl.arange(0, BLOCK_DIM)[None, :]
-        stride = base.to(tl.int64) * 0 + x.stride_row
-        return base + offs * stride + dims, offs, dims < DIM, stride, length
+        stride_row = stride_row.to(tl.int64)
+        return base + offs * stride_row + dims, offs, dims < DIM, stride_row, length
 
 
 @triton.jit
@@ -116,8 +126,8 @@ def load_rows(rows, first, mode, CHECK: tl.constexpr):
     if mode.tma:
         return rows.load([first, 0])
     else:
-        ptrs, offs, in_dims, stride, length = rows
-        ptrs += first * stride
+        ptrs, offs, in_dims, stride_row, length = rows
+        ptrs += first * stride_row
         if CHECK:
             return tl.load(ptrs, mask=(first + offs < length) & in_dims, other=0.0)
         elif mode.pad:
@@ -142,7 +152,7 @@ def store_block(
     longer than it saves."""
     rows = first + tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    ptrs = base_of(x, batch, head, start) + rows.to(tl.int64) * x.stride_row + dims  # [BLOCK, BLOCK_DIM]
+    ptrs = base_of(x, batch, head, start) + rows.to(tl.int64) * stride(x.stride_row, x.align) + dims
     tl.store(ptrs, block.to(x.ptr.dtype.element_ty), mask=(rows < length) & (dims < DIM))
 
 

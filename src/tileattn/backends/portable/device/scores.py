@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tileattn.backends.portable.device.rows import size, stride
 from tileattn.backends.portable.device.softmax import LOG2E, from_natural
 
 
 class Modifiers(NamedTuple):
     """What happens to q.k and to the probabilities; None for what a call does not have. A field such as bias_row is a
-    stride, 0 where the tensor broadcasts. (Flat: Triton 3.6 loses constants in nested tuples.)
+    stride, 0 where the tensor broadcasts; those of bias and mask but for columns are `sized` with align
+    bias_align, a tl.constexpr. (Flat: Triton 3.6 loses constants in nested tuples.)
 
     threshold: the 32 bits of philox.threshold as a signed int; rescale: 1 / (1 - dropout_p).
     """
@@ -28,11 +30,13 @@ class Modifiers(NamedTuple):
     bias_head: int
     bias_row: int
     bias_col: int
+    bias_align: Any
     mask: Any
     mask_batch: int
     mask_head: int
     mask_row: int
     mask_col: int
+    mask_align: Any
     seed: Any
     threshold: int
     rescale: float
@@ -44,8 +48,8 @@ def _at(ptr, batch, head, stride_batch, stride_head):
 
 
 @triton.jit
-def _load(ptr, rows, cols, stride_row, stride_col, seqlen_q, seqlen_k):
-    ptrs = ptr + (rows.to(tl.int64) * stride_row + cols.to(tl.int64) * stride_col)
+def _load(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, seqlen_q, seqlen_k):
+    ptrs = ptr + (rows.to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col)
     return tl.load(ptrs, mask=(rows < seqlen_q) & (cols < seqlen_k), other=0)
 
 
@@ -57,11 +61,15 @@ def open_head(mods, batch, head, seqlen_q, seqlen_k):
     bias = batch
     mask = batch
     if mods.alibi is not None:
-        slope = tl.load(_at(mods.alibi, batch, head, mods.alibi_batch, mods.alibi_head)).to(tl.float32)
+        slope = tl.load(_at(mods.alibi, batch, head, size(mods.alibi_batch), mods.alibi_head)).to(tl.float32)
     if mods.bias is not None:
-        bias = _at(mods.bias, batch, head, mods.bias_batch, mods.bias_head)
+        bias = _at(
+            mods.bias, batch, head, stride(mods.bias_batch, mods.bias_align), stride(mods.bias_head, mods.bias_align)
+        )
     if mods.mask is not None:
-        mask = _at(mods.mask, batch, head, mods.mask_batch, mods.mask_head)
+        mask = _at(
+            mods.mask, batch, head, stride(mods.mask_batch, mods.mask_align), stride(mods.mask_head, mods.mask_align)
+        )
     return batch, head, seqlen_q, seqlen_k, slope, bias, mask
 
 
@@ -105,10 +113,16 @@ def score_tile(qk, rows, cols, in_head, mods, mode):
         if mods.alibi is not None:
             s -= slope * distance(rows, cols, seqlen_q, seqlen_k)
         if mods.bias is not None:
-            s += _load(bias, rows, cols, mods.bias_row, mods.bias_col, seqlen_q, seqlen_k).to(tl.float32)
+            s += _load(bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, seqlen_q, seqlen_k).to(
+                tl.float32
+            )
         s = from_natural(s, mode)
     if mods.mask is not None:
-        s = tl.where(_load(mask, rows, cols, mods.mask_row, mods.mask_col, seqlen_q, seqlen_k) != 0, s, float("-inf"))
+        s = tl.where(
+            _load(mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, seqlen_q, seqlen_k) != 0,
+            s,
+            float("-inf"),
+        )
     return s, capped
 
 
