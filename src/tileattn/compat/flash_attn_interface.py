@@ -1,0 +1,162 @@
+"""FlashAttention-3's functions, in its conventions: no dropout, lse alone with return_attn_probs.
+
+What tileattn does not have is refused in words: fp8 descales, qv and attention_chunk. num_splits, pack_gqa, sm_margin
+and scheduler_metadata steer FlashAttention-3's scheduler and have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileattn.api import attention, attention_varlen
+from tileattn.compat.flash_attn.flash_attn_interface import _infinite, _options
+from tileattn.compat.packing import Packed, used_rows
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q (batch, seqlen, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (.., headdim_v). Returns out, or
+    (out, softmax_lse (batch, nheads, seqlen)) with return_attn_probs."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    options = _options(softmax_scale, causal, window_size, softcap, None)
+    out, lse = attention(q, k, v, deterministic=deterministic or None, return_lse=True, **options)
+    return (out, _infinite(lse)) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 * nheads_k,
+    headdim) with num_heads_q."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    elif num_heads_q is None:
+        raise TypeError(f"num_heads_q: got None, needed with qkv of 4 dims, shape {tuple(qkv.shape)}")
+    else:
+        num_heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (.., headdim_v). seqused_q, seqused_k int32
+    (batch,): only so many rows of each sequence count; the other rows of out are 0, of softmax_lse +inf. softmax_lse is
+    (nheads, total_q)."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    keys = Packed(k, v, cu_seqlens_k, int(max_seqlen_k))
+    if seqused_k is not None:
+        keys = used_rows(keys, None, seqused_k)
+    queries, cu_used = q, cu_seqlens_q
+    if seqused_q is not None:
+        rows = torch.arange(q.shape[0], device=q.device)
+        indexed = used_rows(Packed(q, rows, cu_seqlens_q, int(max_seqlen_q)), None, seqused_q)
+        queries, rows, cu_used, _ = indexed
+    options = _options(softmax_scale, causal, window_size, softcap, None)
+    out, lse = attention_varlen(
+        queries,
+        keys.k,
+        keys.v,
+        cu_used,
+        keys.cu_seqlens,
+        int(max_seqlen_q),
+        keys.max_seqlen,
+        deterministic=deterministic or None,
+        return_lse=True,
+        **options,
+    )
+    lse = _infinite(lse)
+    if seqused_q is not None:
+        out = out.new_zeros((q.shape[0], *out.shape[1:])).index_copy(0, rows, out)
+        lse = lse.new_full((lse.shape[0], q.shape[0]), float("inf")).index_copy(1, rows, lse)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys from attention to parts of them: out_partial (parts, batch, seqlen, nheads, headdim_v),
+    lse_partial (parts, batch, seqlen, nheads). Returns out and its lse."""
+    lse = lse_partial.logsumexp(0)
+    weights = (lse_partial - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
+    combined = (weights[..., None] * out_partial).sum(0).to(out_dtype or out_partial.dtype)
+    return (combined if out is None else out.copy_(combined)), lse
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not (name == "attention_chunk" and value == 0):
+            raise NotImplementedError(
+                f"{name}: tileattn's flash_attn_interface has no {name}; leave it at its default, or use "
+                "FlashAttention-3 itself"
+            )
