@@ -353,6 +353,7 @@ def run_python(code):
 def test_install_makes_other_packages_imports_find_ours():
     run_python("""
 import importlib.metadata, sys
+import torch
 finders = list(sys.meta_path)
 import tileattn.compat
 assert sys.meta_path == finders, "importing installs nothing"
