@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ from oracle import wanted
 from triton.backends.compiler import GPUTarget
 
 from tileattn.backends import portable
-from tileattn.backends.portable import tuning
-from tileattn.backends.portable.launch import compile_options
+from tileattn.backends.portable import launch, tuning
 from tileattn.problem import Inputs, Problem, Wanted
 
 TARGETS = {
@@ -37,16 +35,17 @@ class Compiled(NamedTuple):
 
 
 class _Driver:
-    """What Triton asks of a driver when it only compiles. Each target is a device: Triton caches by device."""
+    """What Triton asks of a driver when it only compiles. Each target is a device: Triton caches by device. One more
+    each where nothing ever is compiled."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+    def __init__(self, target: GPUTarget, compiles: bool) -> None:
+        self.target, self.compiles = target, compiles
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        return list(TARGETS.values()).index(self.target)
+        return list(TARGETS.values()).index(self.target) + (0 if self.compiles else len(TARGETS))
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -62,24 +61,21 @@ class _Driver:
 def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled] | None) -> Iterator[None]:
     """Launches compile, with the tiles of `table`, and are measured if that is asked for."""
 
-    def record(kernel: Any, device: torch.device, programs: int, tile: tuning.Tile, *args: Any) -> None:
-        compiled = kernel.run(*args, grid=(programs,), warmup=True, **compile_options(tile))
+    def record(kernel: Any, call: launch.Launch) -> None:
+        options = launch.compile_options(call.tile)
+        compiled = kernel.run(*call.args, grid=(call.programs,), warmup=True, **options)
         if found is not None:
             found.append(_measure(kernel.__name__, compiled, target))
 
-    modules = [sys.modules[f"tileattn.backends.portable.{name}"] for name in ("forward", "backward")]
-    before = [module.launch for module in modules], tuning.table_for, triton.runtime.driver._active
+    before = launch.start, tuning.table_for, triton.runtime.driver._active
     tuning._lookup.cache_clear()
     tuning.table_for = lambda device, dtype: table
-    triton.runtime.driver.set_active(_Driver(target))
-    for module in modules:
-        module.launch = record
+    triton.runtime.driver.set_active(_Driver(target, found is not None))
+    launch.start = record
     try:
         yield
     finally:
-        for module, launch in zip(modules, before[0], strict=True):
-            module.launch = launch
-        tuning.table_for = before[1]
+        launch.start, tuning.table_for = before[:2]
         tuning._lookup.cache_clear()
         triton.runtime.driver._active = before[2]
 

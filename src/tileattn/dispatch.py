@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+
+import torch
 
 from tileattn.backends import Backend, Direction, Tiles
 from tileattn.lab.traffic import Traffic, standard_traffic, tiled_traffic
@@ -31,6 +34,12 @@ def load(name: str) -> Backend:
 
 def choose(problem: Problem, backend: str | None = None, direction: Direction = "forward") -> str:
     """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
+    if torch.compiler.is_compiling():  # which follows no caches
+        return _choose(problem, backend, direction)
+    return _chosen(problem, backend, direction)
+
+
+def _choose(problem: Problem, backend: str | None, direction: Direction) -> str:
     if backend is None:
         refusals = {}
         for name in BACKENDS:
@@ -49,9 +58,21 @@ def choose(problem: Problem, backend: str | None = None, direction: Direction = 
     return backend
 
 
+_chosen = functools.lru_cache(maxsize=4096)(_choose)
+
+
 def choose_backward(problem: Problem, forward: str) -> str:
     """Who differentiates what backend `forward` computed: itself, or the first that can. All share out and lse."""
-    return forward if load(forward).supports(problem, "backward") is None else choose(problem, direction="backward")
+    if torch.compiler.is_compiling():
+        return _choose_backward(problem, forward)
+    return _chosen_backward(problem, forward)
+
+
+def _choose_backward(problem: Problem, forward: str) -> str:
+    return forward if load(forward).supports(problem, "backward") is None else _choose(problem, None, "backward")
+
+
+_chosen_backward = functools.lru_cache(maxsize=4096)(_choose_backward)
 
 
 @dataclass(frozen=True)

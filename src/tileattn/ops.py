@@ -6,6 +6,7 @@ the Problem (without checking it again) and hand it to the backend named in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ _SCALARS = (
     "str backend"
 )
 _NUM_TENSORS = len(Inputs._fields)
-_WANTED_PLACES = [Inputs._fields.index(name) for name in Wanted._fields]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 _lib = torch.library.Library("tileattn", "DEF")
@@ -38,9 +38,35 @@ _lib.define(
 
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
-    """Differentiable forward of a checked problem."""
+    """Differentiable forward of a checked problem. It goes straight to the backend where nobody would see the operator:
+    two passes through the dispatcher, with arguments this many, take longer than all the rest of a call."""
+    if _observed(inputs):
+        return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
+        return Forward(*_attend(problem, inputs, backend, observed=False))
+    return dispatch.load(backend).forward(problem, inputs)
+
+
+def _observed(inputs: Inputs) -> bool:
+    """Whether somebody may look for the operator: a compiler, a mode, a function transform, a tracer, a profiler, or a
+    subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+        or not {type(x) for x in inputs[:-2]} <= _PLAIN
+    )
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def _flat(problem: Problem, inputs: Inputs, backend: str) -> tuple[Any, ...]:
+    """The arguments of `attention_forward`."""
     p = problem
-    out, lse = torch.ops.tileattn.attention_forward.default(
+    return (
         *inputs,
         p.seqlen_q,
         p.seqlen_k,
@@ -56,11 +82,10 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
         p.block_size,
         backend,
     )
-    return Forward(out, lse)
 
 
 def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
-    """The Problem, Inputs and backend that the flat arguments of `attention_forward` stand for."""
+    """The Problem, Inputs and backend that the arguments of `attention_forward` stand for."""
     inputs = Inputs(*args[:_NUM_TENSORS])
     q, k, v = inputs[:3]
     seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, *mods, backend = args[_NUM_TENSORS:]
@@ -126,29 +151,42 @@ class _Attention(torch.autograd.Function):
     """Autograd of `attention_forward`, by hand: torch.library.register_autograd costs 70 microseconds a call."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.tileattn.attention_forward.default(*args)
-        *tensors, of_score, of_mask = args[:_NUM_TENSORS]
+    def forward(
+        ctx: Any, problem: Problem, inputs: Inputs, backend: str, *_differentiable: Any
+    ) -> tuple[Tensor, Tensor]:
+        if _observed(inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend))
+        else:
+            out, lse = dispatch.load(backend).forward(problem, inputs)
+        *tensors, of_score, of_mask = inputs
         ctx.save_for_backward(out, lse, *tensors, *of_score, *of_mask)
-        ctx.num_of_mask, ctx.scalars = len(of_mask), args[_NUM_TENSORS:]
+        ctx.problem, ctx.backend, ctx.num_of_mask = problem, backend, len(of_mask)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        returned: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if dout is not None or dlse is not None:
-            wanted = [ctx.needs_input_grad[place] for place in _WANTED_PLACES]
-            out, lse, *saved = ctx.saved_tensors
-            tensors, lists = saved[: _NUM_TENSORS - 2], saved[_NUM_TENSORS - 2 :]
-            of_score, of_mask = lists[: len(lists) - ctx.num_of_mask], lists[len(lists) - ctx.num_of_mask :]
-            grads = torch.ops.tileattn.attention_backward.default(
-                dout, dlse, out, lse, *tensors, of_score, of_mask, *ctx.scalars, wanted
-            )
-            for place, want, grad in zip(_WANTED_PLACES, wanted, grads, strict=True):
-                returned[place] = grad if want else None
-        return tuple(returned)
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        out, lse, *saved = ctx.saved_tensors
+        middle, end = len(Inputs._fields) - 2, len(saved) - ctx.num_of_mask
+        inputs = Inputs._make((*saved[:middle], tuple(saved[middle:end]), tuple(saved[end:])))
+        wanted = Wanted(*ctx.needs_input_grad[4:])
+        gradients: tuple[Tensor | None, ...]
+        if torch.is_grad_enabled() or _observed(inputs):
+            flat = _flat(ctx.problem, inputs, ctx.backend)
+            got = torch.ops.tileattn.attention_backward.default(dout, dlse, out, lse, *flat, wanted)
+            gradients = tuple([g if w else None for g, w in zip(got, wanted, strict=True)])
+        else:
+            backend = dispatch.load(dispatch.choose_backward(ctx.problem, ctx.backend))
+            gradients = backend.backward(ctx.problem, inputs, Forward(out, lse), dout, dlse, wanted)
+        return None, None, None, None, *gradients
+
+
+def _attend(problem: Problem, inputs: Inputs, backend: str, observed: bool = True) -> tuple[Tensor, Tensor]:
+    differentiable = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink  # as in Wanted
+    return _Attention.apply(problem, inputs, backend, observed, *differentiable)
 
 
 class _Gradients(torch.autograd.Function):
@@ -167,12 +205,12 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _autograd(operator: Any, function: type[torch.autograd.Function]) -> Any:
-    """Kernel of the Autograd dispatch key: record `function` where a gradient is needed, else pass through."""
+def _autograd(operator: Any, record: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """Kernel of the Autograd dispatch key: `record` where a gradient is needed, else pass through."""
 
     def kernel(*args: Any) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return function.apply(*args)
+            return record(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
@@ -183,8 +221,8 @@ def _register() -> None:
     forward, backward = torch.ops.tileattn.attention_forward.default, torch.ops.tileattn.attention_backward.default
     _lib.impl("attention_forward", _forward, "CompositeExplicitAutograd")
     _lib.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-    _lib.impl("attention_forward", _autograd(forward, _Attention), "Autograd")
-    _lib.impl("attention_backward", _autograd(backward, _Gradients), "Autograd")
+    _lib.impl("attention_forward", _autograd(forward, lambda *args: _attend(*split(args))), "Autograd")
+    _lib.impl("attention_backward", _autograd(backward, _Gradients.apply), "Autograd")
     torch.library.register_fake("tileattn::attention_forward", _forward_fake, lib=_lib)
     torch.library.register_fake("tileattn::attention_backward", _backward_fake, lib=_lib)
 

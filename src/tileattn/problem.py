@@ -151,6 +151,23 @@ class Problem:
         block_mask: Any = None,
     ) -> tuple[Problem, Inputs]:
         """Check everything and return the call in canonical form. Raises TypeError or ValueError."""
+        extras = (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            bias,
+            mask,
+            alibi_slopes,
+            sink,
+            dropout_seed,
+            score_mod,
+            mask_mod,
+            block_mask,
+        )
+        key = None
+        if set(map(type, extras)) == {type(None)} and not torch.compiler.is_compiling():
+            key = _metadata(q, k, v, causal, scale, window, softcap, dropout_p, deterministic)
+            if key in _checked:
+                return _checked[key], Inputs(_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v))
         varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
         _check_qkv(q, k, v, varlen)
         num_heads, head_dim = q.shape[-2:]
@@ -217,7 +234,26 @@ class Problem:
             score_mod_tensors=() if of_score is None else tuple(t.detach() for t in of_score.tensors),
             mask_mod_tensors=() if of_mask is None else tuple(t.detach() for t in of_mask.tensors),
         )
+        if key is not None and not problem.dropout_p and not isinstance(causal, Tensor):  # with dropout a seed is drawn
+            if len(_checked) == MAX_CHECKED:
+                _checked.clear()
+            _checked[key] = problem
         return problem, inputs
+
+
+# Calls of q, k, v and scalars that were found to be in order: checking one takes 10 microseconds.
+_checked: dict[Any, Problem] = {}
+MAX_CHECKED = 4096
+
+
+def _metadata(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
+    """All that checks of such a call look at, or None where that has no hash (symbolic sizes, a window in a list)."""
+    try:
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scalars)
+        hash(key)
+    except (AttributeError, TypeError):
+        return None
+    return key
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:

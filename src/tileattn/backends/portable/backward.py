@@ -10,8 +10,9 @@ Every block recomputes P from q, k and lse, and every gradient is summed by one 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,8 +42,10 @@ from tileattn.backends.portable.device.rows import (
 from tileattn.backends.portable.device.scores import distance, open_head, score_tile, score_unit, uncap
 from tileattn.backends.portable.device.softmax import from_natural, power
 from tileattn.backends.portable.launch import (
+    Launch,
+    Launcher,
     block_dim_of,
-    launch,
+    empty_like,
     mode_of,
     modifiers_of,
     rows_of,
@@ -51,7 +54,7 @@ from tileattn.backends.portable.launch import (
     workspace,
     workspace_of,
 )
-from tileattn.backends.portable.tuning import Tile, tile_for
+from tileattn.backends.portable.tuning import Kernel, Tile, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 
@@ -312,6 +315,14 @@ def backward(
     return _Backward(problem, inputs, forward, dout, dlse).gradients(wanted)
 
 
+class _Walk(NamedTuple):
+    """What sets a kernel apart from others that recompute P. extra: arguments that they do not take."""
+
+    programs: int
+    outputs: tuple[Any, ...]
+    extra: tuple[Any, ...] = ()
+
+
 class _Backward:
     """The launches of one backward call, over what they share."""
 
@@ -321,57 +332,70 @@ class _Backward:
         self.problem, self.inputs = problem, inputs
         if dout is None:
             dout = torch.zeros_like(forward.out)
-        self.dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        self.launcher = Launcher(problem, inputs, forward.out, forward.lse.contiguous(), dout, dlse)
         self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
-        self.sequences = sequences_of(problem, inputs)
-        self.modifiers = modifiers_of(problem, inputs)
-        self._delta(forward, dlse)
+        self._delta()
 
     def gradients(self, wanted: Wanted) -> Gradients:
         dk, dv = self._key_gradients() if wanted.k or wanted.v else (None, None)
-        dq, dslopes = self._query_gradients(wanted) if wanted.q or wanted.alibi_slopes else (None, None)
+        dq, dslopes = self._query_gradients() if wanted.q or wanted.alibi_slopes else (None, None)
         return Gradients(
             dq if wanted.q else None,
             dk if wanted.k else None,
             dv if wanted.v else None,
             self._bias_gradient() if wanted.bias else None,
-            dslopes,
+            dslopes if wanted.alibi_slopes else None,
             self._sink_gradient() if wanted.sink else None,
         )
 
-    def _delta(self, forward: Forward, dlse: Tensor | None) -> None:
+    def _delta(self) -> None:
         p = self.problem
-        tile = Tile(max(16, min(128, 8192 // block_dim_of(p.head_dim_v))), 0, 4, 1)
-        self._launch(
-            delta_kernel,
-            p.batch * p.num_heads * triton.cdiv(p.seqlen_q, PAD.value) * (PAD.value // tile.block_m),
-            tile,
-            rows_of(forward.out),
-            rows_of(self.dout),
-            stats_of(forward.lse.contiguous()),
-            RowStats(None, 0, 0) if dlse is None else stats_of(dlse.contiguous()),
-            workspace_of(self.lse),
-            workspace_of(self.delta),
-            *self.sequences,
-            mode_of(replace(p, window_left=-1, window_right=-1), tile, forward.out, self.dout),
-            tile.block_m,
-        )
+
+        def describe(
+            inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any, based_lse: Tensor, delta: Tensor
+        ) -> Launch:
+            tile = Tile(max(16, min(128, 8192 // block_dim_of(p.head_dim_v))), 0, 4, 1)
+            return Launch(
+                p.batch * p.num_heads * triton.cdiv(p.seqlen_q, PAD.value) * (PAD.value // tile.block_m),
+                tile,
+                (
+                    rows_of(out),
+                    rows_of(dout),
+                    stats_of(lse),
+                    RowStats(None, 0, 0) if dlse is None else stats_of(dlse),
+                    workspace_of(based_lse),
+                    workspace_of(delta),
+                    *sequences_of(p, inputs),
+                    mode_of(replace(p, window_left=-1, window_right=-1), tile, out, dout),
+                    tile.block_m,
+                ),
+            )
+
+        self.launcher.launch(delta_kernel, describe, self.lse, self.delta)
 
     def _key_gradients(self) -> tuple[Tensor, Tensor]:
         p = self.problem
-        dk, dv = (x.new_empty(x.shape) for x in (self.inputs.k, self.inputs.v))
-        tile = tile_for(p, "backward_kv")
-        programs = p.batch * p.num_heads_k * triton.cdiv(p.seqlen_k, tile.block_n)
-        self._walk(backward_kv_kernel, programs, tile, (rows_of(dk), rows_of(dv)))
+        dk, dv = map(empty_like, (self.inputs.k, self.inputs.v))
+
+        def describe(tile: Tile, dk: Tensor, dv: Tensor) -> _Walk:
+            return _Walk(p.batch * p.num_heads_k * triton.cdiv(p.seqlen_k, tile.block_n), (rows_of(dk), rows_of(dv)))
+
+        self._walk(backward_kv_kernel, "backward_kv", describe, dk, dv)
         return dk, dv
 
-    def _query_gradients(self, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+    def _query_gradients(self) -> tuple[Tensor, Tensor | None]:
         p, slopes = self.problem, self.inputs.alibi_slopes
-        dq = self.inputs.q.new_empty(self.inputs.q.shape)
-        tile = tile_for(p, "backward_q")
-        blocks = triton.cdiv(p.seqlen_q, tile.block_m)
-        dslope = self.delta.new_empty(p.batch, p.num_heads, blocks) if wanted.alibi_slopes else None
-        self._walk(backward_q_kernel, p.batch * p.num_heads * blocks, tile, (rows_of(dq), dslope))
+        dq, dslope = empty_like(self.inputs.q), None
+        if slopes is not None:
+            blocks_m = triton.cdiv(p.seqlen_q, tile_for(p, "backward_q").block_m)
+            dslope = self.delta.new_empty(p.batch, p.num_heads, blocks_m)
+
+        def describe(tile: Tile, dq: Tensor, dslope: Tensor | None) -> _Walk:
+            return _Walk(p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m), (rows_of(dq), dslope))
+
+        self._walk(backward_q_kernel, "backward_q", describe, dq, dslope)
         if slopes is None or dslope is None:
             return dq, None
         dslope = dslope.sum(-1)
@@ -380,19 +404,20 @@ class _Backward:
     def _bias_gradient(self) -> Tensor:
         p, bias = self.problem, self.inputs.bias
         assert bias is not None
-        dbias = bias.new_empty(bias.shape)
-        batch, heads, rows, cols = bias.shape
-        tile = tile_for(p, "backward_q")
-        shared_rows, shared_cols = rows == 1, cols == 1
-        blocks_m = 1 if shared_rows else triton.cdiv(p.seqlen_q, tile.block_m)
-        blocks_n = 1 if shared_cols else triton.cdiv(p.seqlen_k, tile.block_n)
-        self._walk(
-            backward_bias_kernel,
-            batch * heads * blocks_m * blocks_n,
-            tile,
-            (Rows(dbias, *sized(0, cols, rows * cols), tl.constexpr(1)),),
-            (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
-        )
+        dbias = empty_like(bias)
+
+        def describe(tile: Tile, dbias: Tensor) -> _Walk:
+            batch, heads, rows, cols = dbias.shape
+            shared_rows, shared_cols = rows == 1, cols == 1
+            blocks_m = 1 if shared_rows else triton.cdiv(p.seqlen_q, tile.block_m)
+            blocks_n = 1 if shared_cols else triton.cdiv(p.seqlen_k, tile.block_n)
+            return _Walk(
+                batch * heads * blocks_m * blocks_n,
+                (Rows(dbias, 0, sized(cols)[0], sized(rows * cols)[0], tl.constexpr(1)),),
+                (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
+            )
+
+        self._walk(backward_bias_kernel, "backward_q", describe, dbias)
         return dbias
 
     def _sink_gradient(self) -> Tensor:
@@ -405,30 +430,33 @@ class _Backward:
         return -(probs * self.delta).sum(dims).to(sink.dtype)
 
     def _walk(
-        self,
-        kernel: Any,
-        programs: int,
-        tile: Tile,
-        outputs: tuple[Any, ...],
-        extra: tuple[Any, ...] = (),
+        self, kernel: Any, tiles_as: Kernel, describe_outputs: Callable[..., _Walk], *outputs: Tensor | None
     ) -> None:
-        q, k, v = self.inputs[:3]
-        self._launch(
-            kernel,
-            programs,
-            tile,
-            *map(rows_of, (q, k, v, self.dout)),
-            workspace_of(self.lse),
-            workspace_of(self.delta),
-            *outputs,
-            *self.sequences,
-            self.modifiers,
-            mode_of(self.problem, tile, q, k, v, self.dout),
-            self.problem.group,
-            *extra,
-            tile.block_m,
-            tile.block_n,
-        )
+        """Launch a kernel that recomputes P; describe_outputs(tile, *outputs) tells what sets it apart from others."""
+        p = self.problem
 
-    def _launch(self, kernel: Any, programs: int, tile: Tile, *args: Any) -> None:
-        launch(kernel, self.problem.device, programs, tile, *args)
+        def describe(
+            inputs: Inputs, _out: Any, _lse: Any, dout: Tensor, _dlse: Any, lse: Tensor, delta: Tensor, *outputs: Any
+        ) -> Launch:
+            q, k, v = inputs[:3]
+            tile = tile_for(p, tiles_as)
+            walk = describe_outputs(tile, *outputs)
+            return Launch(
+                walk.programs,
+                tile,
+                (
+                    *map(rows_of, (q, k, v, dout)),
+                    workspace_of(lse),
+                    workspace_of(delta),
+                    *walk.outputs,
+                    *sequences_of(p, inputs),
+                    modifiers_of(p, inputs),
+                    mode_of(p, tile, q, k, v, dout),
+                    p.group,
+                    *walk.extra,
+                    tile.block_m,
+                    tile.block_n,
+                ),
+            )
+
+        self.launcher.launch(kernel, describe, self.lse, self.delta, *outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.masks import tile_ranges, visible
@@ -21,7 +22,7 @@ from tileattn.backends.portable.device.rows import (
 )
 from tileattn.backends.portable.device.scores import open_head, score_tile, score_unit
 from tileattn.backends.portable.device.softmax import add_sink, from_natural, logsumexp, online_softmax
-from tileattn.backends.portable.launch import launch, mode_of, modifiers_of, rows_of, sequences_of, stats_of
+from tileattn.backends.portable.launch import Launch, Launcher, mode_of, modifiers_of, rows_of, sequences_of, stats_of
 from tileattn.backends.portable.tuning import tile_for
 from tileattn.problem import Forward, Inputs, Problem
 
@@ -136,24 +137,29 @@ def forward_kernel(
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     p = problem
-    q, k, v = inputs[:3]
+    q = inputs.q
     out = q.new_empty((*q.shape[:-1], p.head_dim_v))
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
-    tile = tile_for(p, "forward")
-    launch(
-        forward_kernel,
-        q.device,
-        p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m),
-        tile,
-        *map(rows_of, (q, k, v, out)),
-        stats_of(lse),
-        inputs.sink,
-        *sequences_of(p, inputs),
-        modifiers_of(p, inputs),
-        mode_of(p, tile, q, k, v),
-        p.group,
-        tile.block_m,
-        tile.block_n,
-    )
+
+    def describe(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
+        q, k, v = inputs[:3]
+        tile = tile_for(p, "forward")
+        return Launch(
+            p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m),
+            tile,
+            (
+                *map(rows_of, (q, k, v, out)),
+                stats_of(lse),
+                inputs.sink,
+                *sequences_of(p, inputs),
+                modifiers_of(p, inputs),
+                mode_of(p, tile, q, k, v),
+                p.group,
+                tile.block_m,
+                tile.block_n,
+            ),
+        )
+
+    Launcher(p, inputs).launch(forward_kernel, describe, out, lse)
     return Forward(out, lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends.portable import tuning
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
 from tileattn.backends.portable.device.scores import Modifiers
 from tileattn.backends.portable.tuning import Tile
@@ -56,12 +58,16 @@ def mode_of(problem: Problem, tile: Tile, *tensors: Tensor) -> Mode:
         block_dim_v,
         p.scale > 0.0 and not (p.softcap or p.has_bias or p.has_alibi),
         p.dtype == torch.float32,
-        "tf32" if p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        _precision(p),
         tile.descriptors and all(map(_fits_descriptor, tensors)),
         (block_dim, block_dim_v) != (p.head_dim, p.head_dim_v),
         left >= 0,
         right >= 0,
     )
+
+
+def _precision(problem: Problem) -> str:
+    return "tf32" if problem.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def block_dim_of(head_dim: int) -> int:
@@ -87,11 +93,15 @@ _ALIGN = {n: tl.constexpr(n) for n in (1, 2, 4, 8, 16)}
 def rows_of(x: Tensor) -> Rows:
     strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
     align = math.gcd(*strides, 16)
-    return Rows(x, *sized(*strides, align=align), _ALIGN[align])
+    batch, row, head = sized(*strides, align=align)
+    return Rows(x, batch, row, head, _ALIGN[align])
 
 
 def stats_of(x: Tensor) -> RowStats:
     return RowStats(x, *(sized(*x.stride()[:2]) if x.dim() == 3 else sized(0, x.stride(0))))
+
+
+empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def workspace(problem: Problem, inputs: Inputs, fill: float) -> Tensor:
@@ -99,7 +109,7 @@ def workspace(problem: Problem, inputs: Inputs, fill: float) -> Tensor:
     Kernels write what kernels read; fill is for what torch would read beside it."""
     p, q = problem, inputs.q
     if not p.varlen:
-        return q.new_empty((p.batch, p.num_heads, triton.cdiv(p.seqlen_q, PAD.value) * PAD.value), dtype=torch.float32)
+        return q.new_empty((p.batch, p.num_heads, -(-p.seqlen_q // PAD.value) * PAD.value), dtype=torch.float32)
     shape = p.num_heads, (q.shape[0] // PAD.value + p.batch + 1) * PAD.value
     return q.new_full(shape, fill, dtype=torch.float32) if p.has_sink else q.new_empty(shape, dtype=torch.float32)
 
@@ -131,7 +141,7 @@ def modifiers_of(problem: Problem, inputs: Inputs) -> Modifiers:
         softcap=p.softcap or None,
         alibi=slopes,
         bias=inputs.bias,
-        mask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
+        mask=inputs.mask,
         seed=inputs.dropout_seed,
         threshold=dropped - 2**32 if dropped >= 2**31 else dropped,
         rescale=1.0 / (1.0 - p.dropout_p),
@@ -156,15 +166,120 @@ def _strides(name: str, x: Tensor | None) -> dict[str, Any]:
     }
 
 
-def launch(kernel: Any, device: torch.device, programs: int, tile: Tile, *args: Any) -> None:
-    if programs == 0:
-        return
-    if device.type == "cpu":  # the interpreter
-        kernel[(programs,)](*args)
-        return
-    triton.set_allocator(_allocate)
-    with torch.cuda.device(device):
-        kernel[(programs,)](*args, **compile_options(tile))
+class Launcher:
+    """Launches the kernels of one call.
+
+    Binding arguments and looking up what Triton has compiled for them takes longer than a small kernel runs. Launches
+    are kept for all calls that look alike: the same Problem, tensors of the same dtypes, shapes, strides and alignment.
+    That is all that arguments are made of and that Triton specialises on; only addresses change.
+    """
+
+    def __init__(self, problem: Problem, inputs: Inputs, *others: Tensor | None) -> None:
+        if inputs.mask is not None:
+            inputs = inputs._replace(mask=inputs.mask.view(torch.uint8))
+        self.device = problem.device
+        self.inputs, self.others = inputs, others
+        tensors = (*inputs[:-2], *inputs.score_mod_tensors, *inputs.mask_mod_tensors, *others)
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        layouts = [
+            None if x is None else (x.dtype, x.shape, x.stride(), address % 16)
+            for x, address in zip(tensors, addresses, strict=True)
+        ]
+        self.addresses = addresses
+        self.kept = _kept(problem, _precision(problem), tuning._lookup, *layouts)
+
+    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None) -> None:
+        """Launch a kernel. describe(inputs, *others, *outputs) tells how; the layout of outputs, and which are None,
+        follow from what this launcher was made of."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self._launch(kernel, describe, outputs)
+        else:
+            self._launch(kernel, describe, outputs)
+
+    def _launch(self, kernel: Any, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
+        triton.set_allocator(allocate)
+        kept = self.kept.get(kernel.fn)
+        if kept is not None:
+            kept.launch([*self.addresses, *[0 if x is None else x.data_ptr() for x in outputs]])
+            return
+        places: list[Tensor | None] = []
+        arguments = _one_object_a_place((*self.inputs, *self.others, *outputs), places)
+        end = len(Inputs._fields)
+        launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
+        compiled = start(kernel, launch) if launch.programs else None
+        if compiled is not None:
+            self.kept[kernel.fn] = Kept.of(compiled, launch, {id(x): i for i, x in enumerate(places)})
+
+
+def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor | None]) -> tuple[Any, ...]:
+    """The same tensors, also appended to places, each an object of its own even where q is k."""
+
+    def visit(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(visit, x))
+        places.append(None if x is None else x.detach())
+        return places[-1]
+
+    return tuple(map(visit, tree))
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    programs: int
+    tile: Tile
+    args: tuple[Any, ...]
+
+
+Describe = Callable[..., Launch]
+
+
+class Kept(NamedTuple):
+    """A launch to repeat with other addresses, of tensors by their number.
+
+    pointers: (place in args, tensor). tuples: (place in args, fields of such a tuple, [(field, tensor), ...]).
+    """
+
+    run: Callable[..., None]
+    args: list[Any]
+    pointers: list[tuple[int, int]]
+    tuples: list[tuple[int, list[Any], list[tuple[int, int]]]]
+
+    @staticmethod
+    def of(compiled: Any, launch: Launch, number: dict[int, int]) -> Kept:
+        pointers, tuples = [], []
+        for i, arg in enumerate(launch.args):
+            if isinstance(arg, Tensor):
+                pointers.append((i, number[id(arg)]))
+            elif isinstance(arg, tuple):
+                fields = [(j, number[id(x)]) for j, x in enumerate(arg) if isinstance(x, Tensor)]
+                if fields:
+                    tuples.append((i, [None if isinstance(x, Tensor) else x for x in arg], fields))
+        args = [None if isinstance(arg, Tensor) else arg for arg in launch.args]
+        return Kept(compiled[(launch.programs, 1, 1)], args, pointers, tuples)
+
+    def launch(self, addresses: list[int]) -> None:
+        args = self.args.copy()
+        for i, number in self.pointers:
+            args[i] = addresses[number]
+        for i, template, fields in self.tuples:
+            values = template.copy()
+            for j, number in fields:
+                values[j] = addresses[number]
+            args[i] = tuple(values)
+        self.run(*args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(*_key: Any) -> dict[Any, Kept]:
+    return {}
+
+
+def start(kernel: Any, launch: Launch) -> Any:
+    """Launch by way of Triton's own look-up, which compiles if need be. Returns the compiled kernel; None from the
+    interpreter."""
+    return kernel[(launch.programs,)](*launch.args, **compile_options(launch.tile))
 
 
 def compile_options(tile: Tile) -> dict[str, int]:
@@ -172,5 +287,6 @@ def compile_options(tile: Tile) -> dict[str, int]:
     return options | {"maxnreg": tile.registers} if tile.registers else options
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for a kernel's descriptors, of the current device."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

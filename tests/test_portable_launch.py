@@ -1,0 +1,128 @@
+"""Launches that are kept and repeated: with the arguments, and by the kernel, that a fresh launch would have."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from oracle import ALL_DIMS, Case, build, wanted
+from triton import language as tl
+
+from tileattn.backends import portable
+from tileattn.backends.portable import launch
+from tileattn.problem import Problem
+
+CASES = {
+    "plain": {},
+    "longer": {"seqlen_q": 200, "seqlen_k": 200},
+    "bhsd": {"layout": "bhsd"},
+    "sliced": {"layout": "sliced"},
+    "no_queries": {"seqlen_q": 0},
+    "float16": {"dtype": torch.float16},
+    "modifiers": {"softcap": 3.0, "alibi": True, "sink": True, "dropout_p": 0.1, "window": (5, 0)},
+    "bias": {"bias": ALL_DIMS, "mask": ALL_DIMS},
+    "bias_of_keys": {"bias": (False, False, False, True), "mask": (True, False, False, True)},
+    "varlen": {"lengths_q": (40, 0, 3), "lengths_k": (40, 7, 9)},
+    "varlen_shorter": {"lengths_q": (30, 0, 3), "lengths_k": (40, 7, 9)},
+}
+
+
+class Launches:
+    """Stands in for Triton: notes what would be launched, and for which arguments a kernel would be compiled."""
+
+    def __init__(self):
+        self.seen, self.fresh = [], 0
+
+    def start(self, kernel, call):
+        self.fresh += 1
+        compiled_for = [_specialised(arg) for arg in call.args]
+        self.seen.append((kernel.__name__, call.programs, _addresses(call.args), compiled_for))
+        return _Compiled(self, kernel.__name__, compiled_for)
+
+
+class _Compiled:
+    def __init__(self, launches, name, compiled_for):
+        self.launches, self.name, self.compiled_for = launches, name, compiled_for
+
+    def __getitem__(self, grid):
+        def run(*args):
+            self.launches.seen.append((self.name, grid[0], _addresses(args), self.compiled_for))
+
+        return run
+
+
+def _addresses(args):
+    """Arguments as the driver gets them; a null pointer is one."""
+    if isinstance(args, (tuple, list)):
+        return [_addresses(x) for x in args]
+    if isinstance(args, tl.constexpr):
+        return args.value
+    return args.data_ptr() if isinstance(args, torch.Tensor) else args
+
+
+def _specialised(arg):
+    """What Triton compiles for."""
+    if isinstance(arg, tuple):
+        return [_specialised(x) for x in arg]
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg >= 2**31
+    return arg.value if isinstance(arg, tl.constexpr) else type(arg)
+
+
+def named(call, forward, gradients, seen):
+    """Addresses in words: of inputs themselves, of results by name, of workspaces."""
+    names = {x.data_ptr(): x.data_ptr() for x in call.inputs if isinstance(x, torch.Tensor)}
+    names |= {x.data_ptr(): x.data_ptr() for x in (call.dout, call.dlse)}
+    names |= {x.data_ptr(): name for name, x in {**forward._asdict(), **gradients._asdict()}.items() if x is not None}
+
+    def of(x):
+        if isinstance(x, list):
+            return [of(y) for y in x]
+        return names.get(x, "workspace") if isinstance(x, int) and x > 2**32 else x
+
+    return [(name, programs, of(args), compiled_for) for name, programs, args, compiled_for in seen]
+
+
+def run(call, launches):
+    launches.seen.clear()
+    forward = portable.forward(call.problem, call.inputs)
+    gradients = portable.backward(call.problem, call.inputs, forward, call.dout, call.dlse, wanted(call.inputs))
+    return named(call, forward, gradients, launches.seen)
+
+
+def calls():
+    base = Case(seqlen_q=70, seqlen_k=90, dtype=torch.bfloat16)
+    found = {name: build(base.but(**fields)) for name, fields in CASES.items()}
+    unaligned = torch.zeros(2 * 70 * 2 * 32 + 1, dtype=torch.bfloat16)[1:].view(2, 70, 2, 32)
+    problem, inputs, dout, _ = found["plain"]
+    bias = found["bias"].inputs
+    found["float32_bias"] = found["bias"]._replace(inputs=bias._replace(bias=bias.bias.float()))
+    found["unaligned"] = found["plain"]._replace(inputs=inputs._replace(q=unaligned))
+    found["unaligned_dout"] = found["plain"]._replace(dout=unaligned)
+    problem, inputs = Problem.of(dout, dout, dout)
+    found["one_tensor"] = found["plain"]._replace(problem=problem, inputs=inputs)
+    k, v = torch.zeros_like(dout), torch.zeros_like(dout)
+    found["three_like_it"] = found["one_tensor"]._replace(inputs=inputs._replace(k=k, v=v))
+    return found
+
+
+def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(launch, "start", launches.start)
+    monkeypatch.setattr(portable.tuning, "table_for", lambda device, dtype: portable.tuning.HOPPER)
+    portable.tuning._lookup.cache_clear()
+    every, fresh = calls(), {}
+    for name, call in every.items():
+        launch._kept.cache_clear()
+        fresh[name] = run(call, launches)
+    for order in (list(every), list(reversed(every))):
+        launch._kept.cache_clear()
+        for name in 2 * order:
+            assert run(every[name], launches) == fresh[name], name
+        launches.fresh = 0
+        for name in order:
+            run(every[name], launches)
+        assert launches.fresh == 0
+    portable.tuning._lookup.cache_clear()
