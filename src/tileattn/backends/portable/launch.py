@@ -186,7 +186,7 @@ class Launcher:
             for x, address in zip(tensors, addresses, strict=True)
         ]
         self.addresses = addresses
-        self.kept = _kept(problem, _precision(problem), tuning._lookup, *layouts)
+        self.kept = _kept(problem, _precision(problem), *layouts)
 
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None) -> None:
         """Launch a kernel. describe(inputs, *others, *outputs) tells how; the layout of outputs, and which are None,
@@ -199,7 +199,8 @@ class Launcher:
 
     def _launch(self, kernel: Any, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
         triton.set_allocator(allocate)
-        kept = self.kept.get(kernel.fn)
+        key = kernel.fn, tuning._lookup  # which a search for tiles exchanges
+        kept = self.kept.get(key)
         if kept is not None:
             kept.launch([*self.addresses, *[0 if x is None else x.data_ptr() for x in outputs]])
             return
@@ -209,7 +210,7 @@ class Launcher:
         launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
         compiled = start(kernel, launch) if launch.programs else None
         if compiled is not None:
-            self.kept[kernel.fn] = Kept.of(compiled, launch, {id(x): i for i, x in enumerate(places)})
+            self.kept[key] = Kept.of(compiled, launch, {id(x): i for i, x in enumerate(places)})
 
 
 def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor | None]) -> tuple[Any, ...]:
@@ -272,7 +273,7 @@ class Kept(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(*_key: Any) -> dict[Any, Kept]:
+def _kept(*_alike: Any) -> dict[Any, Kept]:
     return {}
 
 
