@@ -469,7 +469,7 @@ FAMILY: dict[str, tuple[object, ...]] = {
 FAMILY_OF_MODS: dict[str, tuple[object, ...]] = {
     "score_mod": (None, "tanh", "relative", "piecewise", "causal"),
     "mask_mod": (None, "causal", "documents", "lengths"),
-    "block_size": (None, (16, 32), (64, 64), (128, 128)),
+    "block_size": (None, (16, 32), (64, 64), (128, 128), (40, 7)),
 }
 
 

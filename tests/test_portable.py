@@ -5,16 +5,24 @@ products wrong, so that dtype is for the GPU (test_portable_gpu.py).
 """
 
 import dataclasses
+import itertools
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle import MODIFIERS, SHAPES, Case, build, cases, check, wanted
+from oracle import MODIFIERS, MODS, SHAPES, Case, build, cases, check, wanted
 
 import tileattn
 from tileattn.backends import portable
+from tileattn.block_mask import FULL, SKIPPED, of_scores
 from tileattn.problem import Wanted
+from tileattn.reference import visible
+
+pytest.importorskip("triton")
+
+from tileattn.backends.portable.launch import Launcher
+from tileattn.backends.portable.sparsity import list_tiles
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
@@ -26,10 +34,10 @@ DTYPES = [torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(MODIFIERS)], ids=lambda x: str(x)
+    ("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(MODIFIERS | MODS)], ids=lambda x: str(x)
 )
 def test_oracle_rule_with_each_modifier(name, dtype):
-    check(portable, SMALL.but(dtype=dtype).but(**MODIFIERS[name]))
+    check(portable, SMALL.but(dtype=dtype).but(**(MODIFIERS | MODS)[name]))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -38,7 +46,7 @@ def test_oracle_rule_for_odd_sizes(name):
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases(dtypes=(torch.float16,), max_seqlen=48))
+@given(case=cases(dtypes=(torch.float16,), max_seqlen=48, mods=True))
 def test_oracle_rule_for_any_problem(case):
     check(portable, case)
 
@@ -54,6 +62,44 @@ def test_pointers_and_descriptors_give_the_same_bits(monkeypatch):
         results.append((*forward, *gradients[:3]))
     for with_descriptors, with_pointers in zip(*results, strict=True):
         assert torch.equal(with_descriptors, with_pointers)
+
+
+LISTED = {
+    "blocks": {"block_size": (64, 32)},
+    "small_blocks": {"block_size": (24, 7), "seqlen_q": 100},
+    "blocks_of_mod": {"block_size": (32, 32), "mask_mod": "documents", "window": (40, 9)},
+    "varlen": {"lengths_q": (70, 0, 129, 1), "lengths_k": (70, 65, 64, 0), "block_size": (32, 32), "causal": True},
+}
+
+
+@pytest.mark.parametrize("along", ["keys", "rows"])
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_name_each_tile_that_is_seen_and_whether_it_needs_a_mask(name, along):
+    problem, inputs, *_ = build(SMALL.but(**LISTED[name]))
+    tile = portable.tuning.Tile(32, 16, 1, 1)
+    lists = list_tiles(Launcher(problem, inputs), problem, inputs, tile, along)
+    lengths = [(problem.seqlen_q, problem.seqlen_k)] * len(lists)
+    if problem.varlen:
+        lengths = list(zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True))
+    for (b, h), (rows, cols) in ((at, lengths[at[0]]) for at in itertools.product(*map(range, lists.shape[:2]))):
+        in_window = visible(problem, rows, cols, "cpu")
+        kinds = of_scores(
+            inputs.block_mask[b if len(inputs.block_mask) > 1 else 0, h], problem.block_size, range(rows), range(cols)
+        )
+        found = {}
+        for m, n in itertools.product(range(0, rows, 32), range(0, cols, 16)):
+            part = slice(m, m + 32), slice(n, n + 16)
+            if (in_window[part] & (kinds[part] != SKIPPED)).any():
+                beyond = along == "keys" and n + 16 > cols
+                whole = bool((in_window[part] & (kinds[part] == FULL)).all()) and not beyond
+                block, place = (m // 32, n // 16) if along == "keys" else (n // 16, m // 32)
+                found.setdefault(block, ([], []))[0 if whole else 1].append(place)
+        length = -(-cols // 16) if along == "keys" else -(-rows // 32)
+        for block, row in enumerate(lists[b, h].tolist()):
+            whole, partial = found.get(block, ([], []))
+            assert row[:2] == [len(whole), len(partial)]
+            assert row[2 : 2 + len(whole)] == whole
+            assert row[2 : 2 + length][length - len(partial) :] == partial[::-1]
 
 
 def test_bad_cu_seqlens_never_reach_outside_the_tensors():
@@ -107,8 +153,6 @@ def test_api_reaches_the_backend_and_differentiates():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 2048}, "head_dim 2048 is above 1024"),
         ({"device": torch.device("meta")}, "q is on meta"),
-        ({"score_mod": "a program"}, "has no score_mod, mask_mod or block_mask yet"),
-        ({"block_size": (128, 128)}, "has no score_mod, mask_mod or block_mask yet"),
     ],
 )
 def test_refusals_say_why(change, words):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tileattn import BlockMask
 from tileattn.problem import Problem, Wanted
 
 pytest.importorskip("triton")
@@ -56,6 +57,23 @@ def test_all_modifiers_together_compile(target):
     wanted = Wanted(bias=True, alibi_slopes=True, sink=True)
     compiled = compile_call(*problem(64, causal=True, **EVERYTHING), TARGETS[target], table_of(target), wanted)
     assert compiled[-1].name == "backward_bias_kernel"
+
+
+@pytest.mark.parametrize("target", targets(CI))
+def test_mods_and_block_masks_compile(target):
+    slopes, document = torch.ones(2), torch.arange(64) // 20
+
+    def score_mod(score, b, h, row, col):
+        return torch.tanh(score) - slopes[h] * (row - col).abs()
+
+    def mask_mod(b, h, row, col):
+        return (document[row] == document[col]) & (row >= col)
+
+    block_mask = BlockMask.from_mod(mask_mod, None, None, 64, 64, 32)
+    call = problem(64, score_mod=score_mod, block_mask=block_mask, window=(30, 0))
+    names = [c.name for c in compile_call(*call, TARGETS[target], table_of(target))]
+    walks = ["forward_kernel", "backward_kv_kernel", "backward_q_kernel"]
+    assert [n for n in names if n != "delta_kernel"] == [n for walk in walks for n in ("list_kernel", walk)]
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

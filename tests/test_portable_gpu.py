@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from oracle import (
     ALL_DIMS,
     FAMILY,
+    FAMILY_OF_MODS,
     MODIFIERS,
+    MODS,
     SHAPES,
     Case,
     build,
@@ -33,6 +35,7 @@ FAMILIES_OF = FAMILY | {
     "dtype": tuple(DTYPES),
     "head_dim": (*FAMILY["head_dim"], 80, 128),
     "head_dim_v": (*FAMILY["head_dim_v"], 80, 128),
+    **FAMILY_OF_MODS,
 }
 
 # (head_dim, head_dim_v)
@@ -41,9 +44,9 @@ HEAD_DIMS += [(64, 128), (128, 64), (192, 128), (576, 512), (1, 3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODIFIERS)
+@pytest.mark.parametrize("name", MODIFIERS | MODS)
 def test_oracle_rule_with_each_modifier(name, dtype):
-    check(portable, BASE.but(dtype=dtype, head_dim=64, head_dim_v=64).but(**MODIFIERS[name]), "cuda")
+    check(portable, BASE.but(dtype=dtype, head_dim=64, head_dim_v=64).but(**(MODIFIERS | MODS)[name]), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,8 +118,10 @@ def test_250_repeats_are_bitwise_equal(head_dim):
             assert torch.equal(x, y)
 
 
-def test_cuda_graph_capture():
-    problem, inputs, dout, dlse = build(BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, causal=True), "cuda")
+@pytest.mark.parametrize("mods", [{}, {"block_size": (64, 64), "mask_mod": "documents", "score_mod": "relative"}])
+def test_cuda_graph_capture(mods):
+    case = BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, causal=True).but(**mods)
+    problem, inputs, dout, dlse = build(case, "cuda")
 
     def results():
         forward = portable.forward(problem, inputs)

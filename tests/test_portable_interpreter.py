@@ -1,4 +1,4 @@
-"""Runs test_portable.py in Triton's interpreter, which must be chosen before Triton is imported."""
+"""Runs test_portable.py and test_codegen.py in Triton's interpreter, which must be chosen before Triton is imported."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 
 def test_portable_backend_in_the_interpreter():
-    suite = Path(__file__).with_name("test_portable.py")
+    suites = [str(Path(__file__).with_name(name)) for name in ("test_portable.py", "test_codegen.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

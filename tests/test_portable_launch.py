@@ -24,6 +24,9 @@ CASES = {
     "bias_of_keys": {"bias": (False, False, False, True), "mask": (True, False, False, True)},
     "varlen": {"lengths_q": (40, 0, 3), "lengths_k": (40, 7, 9)},
     "varlen_shorter": {"lengths_q": (30, 0, 3), "lengths_k": (40, 7, 9)},
+    "mods": {"score_mod": "relative", "mask_mod": "documents"},
+    "blocks": {"block_size": (32, 32)},
+    "blocks_of_mod": {"block_size": (128, 128), "score_mod": "relative", "mask_mod": "lengths", "causal": True},
 }
 
 
@@ -73,7 +76,8 @@ def _specialised(arg):
 
 def named(call, forward, gradients, seen):
     """Addresses in words: of inputs themselves, of results by name, of workspaces."""
-    names = {x.data_ptr(): x.data_ptr() for x in call.inputs if isinstance(x, torch.Tensor)}
+    read = (*call.inputs, *call.inputs.score_mod_tensors, *call.inputs.mask_mod_tensors)
+    names = {x.data_ptr(): x.data_ptr() for x in read if isinstance(x, torch.Tensor)}
     names |= {x.data_ptr(): x.data_ptr() for x in (call.dout, call.dlse)}
     names |= {x.data_ptr(): name for name, x in {**forward._asdict(), **gradients._asdict()}.items() if x is not None}
 

@@ -42,6 +42,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "index": lambda x, *at: x[tuple(i.long() for i in at)],
     "le": torch.le,
     "log": torch.log,
+    "log1p": torch.log1p,
     "log2": torch.log2,
     "logical_and": torch.logical_and,
     "logical_not": torch.logical_not,
@@ -63,7 +64,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "tanh": torch.tanh,
     "where": torch.where,
 }
-_SYNONYMS = {"sgn": "sign", "floor_divide": "floordiv", "clamp_min": "maximum", "clamp_max": "minimum"}
+_SYNONYMS = {
+    "prims::add": "add",
+    "sgn": "sign",
+    "floor_divide": "floordiv",
+    "clamp_min": "maximum",
+    "clamp_max": "minimum",
+}
 _REWRITTEN: dict[str, Callable[..., tuple[str, list[Any]]]] = {
     "masked_fill": lambda x, mask, y: ("where", [mask, y, x]),
     "reciprocal": lambda x: ("div", [1.0, x]),
@@ -98,7 +105,8 @@ class Program(NamedTuple):
         return Program(tuple(inputs), tuple((name, op, tuple(args)) for name, op, args in steps), output)
 
     def run(self, values: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Run on tensors that broadcast together (tile by tile, or whole); dtype: of floating constants."""
+        """Run on tensors that broadcast together (tile by tile, or whole). dtype: of floating constants, and of what
+        is read from tensors, so that a product of two is not rounded to their dtype."""
         device = values[0].device
         known = dict(zip(self.inputs, values, strict=True)) | {f"t{i}": t for i, t in enumerate(tensors)}
 
@@ -108,7 +116,8 @@ class Program(NamedTuple):
             return torch.tensor(arg, dtype=dtype if isinstance(arg, float) else None, device=device)
 
         for name, op, args in self.steps:
-            known[name] = OPERATIONS[op](*map(value, args))
+            result = OPERATIONS[op](*map(value, args))
+            known[name] = result.to(dtype) if op == "index" and result.is_floating_point() else result
         return value(self.output)
 
 
@@ -128,12 +137,20 @@ class Mod(NamedTuple):
 def trace_score_mod(score_mod: Callable[..., Tensor] | Mod, device: torch.device | str = "cpu") -> Mod:
     """Trace score_mod(score, b, h, row, col) -> score, for tensors on `device`. Raises ValueError for what no tile can
     do."""
-    return _traced("score_mod", score_mod, torch.device(device), _trace_score_mod)
+    return _traced("score_mod", score_mod, _device(device), _trace_score_mod)
 
 
 def trace_mask_mod(mask_mod: Callable[..., Tensor] | Mod, device: torch.device | str = "cpu") -> Mod:
     """Trace mask_mod(b, h, row, col) -> bool, for tensors on `device`. Raises ValueError for what no tile can do."""
-    return _traced("mask_mod", mask_mod, torch.device(device), _trace_mask_mod)
+    return _traced("mask_mod", mask_mod, _device(device), _trace_mask_mod)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """With its index, as tensors have it."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _traced(
@@ -389,7 +406,7 @@ class _Reader:
             return args[0]
         if op in ("scalar_tensor", "full", "full_like"):
             return args[-1]
-        if op in ("zeros_like", "new_zeros", "zeros", "ones_like", "new_ones", "ones"):
+        if op in ("zeros_like", "new_zeros", "zeros", "_efficientzerotensor", "ones_like", "new_ones", "ones"):
             return float("ones" in op)
         if op == "_to_copy":
             dtype = kwargs.get("dtype")

@@ -33,8 +33,6 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
         return "float64 is not supported; use float32, or move the tensors to the CPU"
     if head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
-    if problem.score_mod or problem.mask_mod or problem.block_size:
-        return "has no score_mod, mask_mod or block_mask yet; use bias and mask, or move the tensors to the CPU"
     if _import_error is not None:
         return f"needs Triton ({_import_error})"
     return None

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tileattn.backends.portable.backward_bias import backward_bias_kernel
+from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.gradients import score_gradient
-from tileattn.backends.portable.device.masks import tile_ranges, visible
+from tileattn.backends.portable.device.gradients import probabilities, score_gradient
+from tileattn.backends.portable.device.masks import tile_at, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     PAD,
     SIZES,
@@ -39,8 +40,15 @@ from tileattn.backends.portable.device.rows import (
     store_block,
     workspace_at,
 )
-from tileattn.backends.portable.device.scores import distance, open_head, score_tile, score_unit, uncap
-from tileattn.backends.portable.device.softmax import from_natural, power
+from tileattn.backends.portable.device.scores import (
+    distance,
+    open_head,
+    score_tile,
+    score_unit,
+    uncap,
+    unmodify,
+)
+from tileattn.backends.portable.device.softmax import from_natural
 from tileattn.backends.portable.launch import (
     Launch,
     Launcher,
@@ -54,6 +62,7 @@ from tileattn.backends.portable.launch import (
     workspace,
     workspace_of,
 )
+from tileattn.backends.portable.sparsity import Along, list_tiles, sparsity_of
 from tileattn.backends.portable.tuning import Kernel, Tile, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
@@ -105,22 +114,28 @@ def delta_kernel(
 
 @triton.jit
 def _walk_rows(
-    dk, dv, lo, hi, k_tile, v_tile, start_n, q_rows, dout_rows, lse_ptr, delta_ptr, in_head, seqs, mods, mode,
+    dk, dv, lo, hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows, lse_ptr, delta_ptr, in_head, seqs, mods, mode,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows in [lo, hi) give to the gradients of a block of keys. Score tiles are transposed: keys down."""
+    """Add what the rows at the places [lo, hi) give to the gradients of a block of keys. Score tiles are transposed:
+    keys down."""
     unit = score_unit(mods, mode)
-    for start_m in tl.range(lo, hi, BLOCK_M):
+    ahead = tile_at(lo, tiles, mode, BLOCK_M)
+    for place in tl.range(lo, hi, BLOCK_M):
+        start_m = place
+        if mode.listed:
+            start_m = ahead
+            ahead = tile_at(place + BLOCK_M, tiles, mode, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         rows = offs_m[None, :]
         cols = (start_n + tl.arange(0, BLOCK_N))[:, None]
         q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
         row_lse = tl.load(lse_ptr + offs_m)
-        s, capped = score_tile(qk, rows, cols, in_head, mods, mode)
-        p = power(s * unit - row_lse[None, :], mode)
+        s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode)
+        p = probabilities(s, unit, row_lse[None, :], mode)
         if MASKED:
-            p = tl.where(visible(rows, cols, in_head, seqs, mode), p, 0.0)
+            p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)
         dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
         dp = tl.dot(v_tile, dout_tile.T, input_precision=mode.precision)
         dropped = p
@@ -130,7 +145,8 @@ def _walk_rows(
             dp = tl.where(keep, dp * mods.rescale, 0.0)
         dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=mode.precision)
         row_delta = tl.load(delta_ptr + offs_m)
-        ds = uncap(p * (dp - row_delta[None, :]), capped, mods)
+        ds = unmodify(p * (dp - row_delta[None, :]), p, raw, rows, cols, in_head, mode)
+        ds = uncap(ds, capped, mods)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=mode.precision)
     return dk, dv
 
@@ -155,6 +171,8 @@ def backward_kv_kernel(
     window_left,
     window_right,
     mods,
+    blocks,
+    captured,
     mode,
     group,
     BLOCK_M: tl.constexpr,
@@ -176,30 +194,31 @@ def backward_kv_kernel(
     dk_tile = tl.zeros([BLOCK_N, mode.block_dim], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, mode.block_dim_v], tl.float32)
 
-    # rows past the end need no mask: they are zeros, of probability 0
-    lo, full_lo, full_hi, hi = tile_ranges(
-        start_n, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, seqlen_q - seqlen_k, seqs.window_right, seqs.window_left,
-        mode.right, mode.left, BLOCK_N, BLOCK_M,
-    )  # fmt: skip
     for member in tl.range(0, group, num_stages=1):  # the walk inside is what to pipeline
         head = head_k * group + member
         q_rows = open_rows(q, batch, head, start_q, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
         dout_rows = open_rows(dout, batch, head, start_q, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
         lse_ptr = workspace_at(based_lse, batch, head, start_q)
         delta_ptr = workspace_at(delta, batch, head, start_q)
-        in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
-        if mode.right:
+        in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
+        # rows past the end need no mask: they are zeros, of probability 0
+        left_lo, left_hi, whole_lo, whole_hi, right_lo, right_hi, tiles = walk_of(
+            block, start_n, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M, seqlen_q - seqlen_k,
+            seqs.window_right, seqs.window_left, in_head, mode, mode.right, mode.left, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+        if mode.right and mode.ranges:
             dk_tile, dv_tile = _walk_rows(
-                dk_tile, dv_tile, lo, tl.minimum(full_lo, hi), k_tile, v_tile, start_n, q_rows, dout_rows,
+                dk_tile, dv_tile, left_lo, left_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
                 lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-        dk_tile, dv_tile = _walk_rows(
-            dk_tile, dv_tile, full_lo, full_hi, k_tile, v_tile, start_n, q_rows, dout_rows,
-            lse_ptr, delta_ptr, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        if mode.left:
+        if mode.ranges or mode.listed:
             dk_tile, dv_tile = _walk_rows(
-                dk_tile, dv_tile, full_hi, hi, k_tile, v_tile, start_n, q_rows, dout_rows,
+                dk_tile, dv_tile, whole_lo, whole_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        if mode.left or not mode.ranges:
+            dk_tile, dv_tile = _walk_rows(
+                dk_tile, dv_tile, right_lo, right_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
                 lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
@@ -210,21 +229,26 @@ def backward_kv_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, dslope, lo, hi, q_tile, dout_tile, row_lse, row_delta, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dq, dslope, lo, hi, tiles, q_tile, dout_tile, row_lse, row_delta, start_m, k_rows, v_rows, in_head, seqs, mods,
+    mode, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys in [lo, hi) give to the gradients of a block of rows and of its ALiBi slope."""
-    _, _, seqlen_q, seqlen_k, _, _, _ = in_head
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    """Add what the keys at the places [lo, hi) give to the gradients of a block of rows and of its ALiBi slope."""
+    ahead = tile_at(lo, tiles, mode, BLOCK_N)
+    for place in tl.range(lo, hi, BLOCK_N):
+        start_n = place
+        if mode.listed:
+            start_n = ahead
+            ahead = tile_at(place + BLOCK_N, tiles, mode, BLOCK_N)
         k_tile = load_rows(k_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DIM]
         v_tile = load_rows(v_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DV]
         ds, dqk = score_gradient(
-            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, start_n, in_head, seqs, mods, mode,
+            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, in_head, seqs, mods, mode,
             MASKED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if mods.alibi is not None:
+            rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
             cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
-            dslope -= tl.sum(ds * distance(offs_m[:, None], cols, seqlen_q, seqlen_k), 1)
+            dslope -= tl.sum(ds * distance(rows, cols, in_head.seqlen_q, in_head.seqlen_k), 1)
         dq = tl.dot(dqk.to(k_tile.dtype), k_tile, dq, input_precision=mode.precision)  # [BLOCK_M, BLOCK_DIM]
     return dq, dslope
 
@@ -249,6 +273,8 @@ def backward_q_kernel(
     window_left,
     window_right,
     mods,
+    blocks,
+    captured,
     mode,
     group,
     BLOCK_M: tl.constexpr,
@@ -276,7 +302,7 @@ def backward_q_kernel(
 
     k_rows = open_rows(k, batch, head // group, start_k, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
     v_rows = open_rows(v, batch, head // group, start_k, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
-    in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+    in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
     dout_tile = load_block(dout, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
@@ -285,21 +311,22 @@ def backward_q_kernel(
     dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
     slope_tile = tl.zeros([BLOCK_M], tl.float32)
 
-    lo, full_lo, full_hi, hi = tile_ranges(
-        start_m, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right,
+    left_lo, left_hi, whole_lo, whole_hi, right_lo, right_hi, tiles = walk_of(
+        block, start_m, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right, in_head, mode,
         mode.left, mode.right, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    if mode.left:
+    if mode.left and mode.ranges:
         dq_tile, slope_tile = _walk_keys(
-            dq_tile, slope_tile, lo, tl.minimum(full_lo, hi), q_tile, dout_tile, row_lse, row_delta, offs_m,
+            dq_tile, slope_tile, left_lo, left_hi, tiles, q_tile, dout_tile, row_lse, row_delta, start_m,
             k_rows, v_rows, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+    if mode.ranges or mode.listed:
+        dq_tile, slope_tile = _walk_keys(
+            dq_tile, slope_tile, whole_lo, whole_hi, tiles, q_tile, dout_tile, row_lse, row_delta, start_m,
+            k_rows, v_rows, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     dq_tile, slope_tile = _walk_keys(
-        dq_tile, slope_tile, full_lo, full_hi, q_tile, dout_tile, row_lse, row_delta, offs_m,
-        k_rows, v_rows, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    dq_tile, slope_tile = _walk_keys(
-        dq_tile, slope_tile, full_hi, hi, q_tile, dout_tile, row_lse, row_delta, offs_m,
+        dq_tile, slope_tile, right_lo, right_hi, tiles, q_tile, dout_tile, row_lse, row_delta, start_m,
         k_rows, v_rows, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
@@ -382,7 +409,7 @@ class _Backward:
         def describe(tile: Tile, dk: Tensor, dv: Tensor) -> _Walk:
             return _Walk(p.batch * p.num_heads_k * triton.cdiv(p.seqlen_k, tile.block_n), (rows_of(dk), rows_of(dv)))
 
-        self._walk(backward_kv_kernel, "backward_kv", describe, dk, dv)
+        self._walk(backward_kv_kernel, "backward_kv", "rows", describe, dk, dv)
         return dk, dv
 
     def _query_gradients(self) -> tuple[Tensor, Tensor | None]:
@@ -395,7 +422,7 @@ class _Backward:
         def describe(tile: Tile, dq: Tensor, dslope: Tensor | None) -> _Walk:
             return _Walk(p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m), (rows_of(dq), dslope))
 
-        self._walk(backward_q_kernel, "backward_q", describe, dq, dslope)
+        self._walk(backward_q_kernel, "backward_q", "keys", describe, dq, dslope)
         if slopes is None or dslope is None:
             return dq, None
         dslope = dslope.sum(-1)
@@ -417,7 +444,7 @@ class _Backward:
                 (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
             )
 
-        self._walk(backward_bias_kernel, "backward_q", describe, dbias)
+        self._walk(backward_bias_kernel, "backward_q", None, describe, dbias)
         return dbias
 
     def _sink_gradient(self) -> Tensor:
@@ -430,16 +457,25 @@ class _Backward:
         return -(probs * self.delta).sum(dims).to(sink.dtype)
 
     def _walk(
-        self, kernel: Any, tiles_as: Kernel, describe_outputs: Callable[..., _Walk], *outputs: Tensor | None
+        self,
+        kernel: Any,
+        tiles_as: Kernel,
+        along: Along | None,
+        describe_outputs: Callable[..., _Walk],
+        *outputs: Tensor | None,
     ) -> None:
-        """Launch a kernel that recomputes P; describe_outputs(tile, *outputs) tells what sets it apart from others."""
+        """Launch a kernel that recomputes P; describe_outputs(tile, *outputs) tells what sets it apart from others.
+        along: which way it walks, None if not through lists."""
         p = self.problem
+        lists = None if along is None else list_tiles(self.launcher, p, self.inputs, tile_for(p, tiles_as), along)
 
         def describe(
-            inputs: Inputs, _out: Any, _lse: Any, dout: Tensor, _dlse: Any, lse: Tensor, delta: Tensor, *outputs: Any
-        ) -> Launch:
+            inputs: Inputs, _out: Any, _lse: Any, dout: Tensor, _dlse: Any, lse: Tensor, delta: Tensor,
+            lists: Tensor | None, *outputs: Any,
+        ) -> Launch:  # fmt: skip
             q, k, v = inputs[:3]
             tile = tile_for(p, tiles_as)
+            sparsity = sparsity_of(p, inputs, tile, lists)
             walk = describe_outputs(tile, *outputs)
             return Launch(
                 walk.programs,
@@ -451,7 +487,9 @@ class _Backward:
                     *walk.outputs,
                     *sequences_of(p, inputs),
                     modifiers_of(p, inputs),
-                    mode_of(p, tile, q, k, v, dout),
+                    sparsity.blocks,
+                    captured_by(inputs),
+                    mode_of(p, tile, q, k, v, dout, functions=functions_of(p, inputs), sparsity=sparsity),
                     p.group,
                     *walk.extra,
                     tile.block_m,
@@ -459,4 +497,4 @@ class _Backward:
                 ),
             )
 
-        self.launcher.launch(kernel, describe, self.lse, self.delta, *outputs)
+        self.launcher.launch(kernel, describe, self.lse, self.delta, lists, *outputs)

@@ -23,7 +23,7 @@ from tileattn.backends.portable.device.scores import open_head
 @triton.jit(do_not_specialize=[*SIZES, "batches", "heads"])
 def backward_bias_kernel(
     q, k, v, dout, based_lse, delta, dbias, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k,
-    total_q, total_k, num_heads, window_left, window_right, mods, mode, group, batches, heads,
+    total_q, total_k, num_heads, window_left, window_right, mods, blocks, captured, mode, group, batches, heads,
     SHARED_ROWS: tl.constexpr, SHARED_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradient of the bias, summed over all the scores that shared it: `batches` and `heads` say over
@@ -53,7 +53,7 @@ def backward_bias_kernel(
             v_rows = open_rows(v, batch, head // group, start_k, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
             lse_ptr = workspace_at(based_lse, batch, head, start_q)
             delta_ptr = workspace_at(delta, batch, head, start_q)
-            in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+            in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
             for row in tl.range(start_m, end_m, BLOCK_M, num_stages=1):
                 offs_m = row + tl.arange(0, BLOCK_M)
                 q_tile = load_rows(q_rows, row, mode, True)
@@ -68,7 +68,7 @@ def backward_bias_kernel(
                     k_tile = load_rows(k_rows, col, mode, True)
                     v_tile = load_rows(v_rows, col, mode, True)
                     ds, _dqk = score_gradient(
-                        q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, col, in_head, seqs, mods, mode,
+                        q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, row, col, in_head, seqs, mods, mode,
                         True, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                     acc += ds

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.masks import tile_ranges, visible
+from tileattn.backends.portable.device.masks import tile_at, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -23,25 +24,32 @@ from tileattn.backends.portable.device.rows import (
 from tileattn.backends.portable.device.scores import open_head, score_tile, score_unit
 from tileattn.backends.portable.device.softmax import add_sink, from_natural, logsumexp, online_softmax
 from tileattn.backends.portable.launch import Launch, Launcher, mode_of, modifiers_of, rows_of, sequences_of, stats_of
+from tileattn.backends.portable.sparsity import list_tiles, sparsity_of
 from tileattn.backends.portable.tuning import tile_for
 from tileattn.problem import Forward, Inputs, Problem
 
 
 @triton.jit
 def _attend(
-    acc, m_i, l_i, lo, hi, q_tile, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
+    acc, m_i, l_i, lo, hi, tiles, q_tile, start_m, k_rows, v_rows, in_head, seqs, mods, mode,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles of k and v in [lo, hi) into the accumulator, the row maxima and the row sums."""
+    """Fold the tiles of k and v at the places [lo, hi) into the accumulator, the row maxima and the row sums."""
     unit = score_unit(mods, mode)
-    for start_n in tl.range(lo, hi, BLOCK_N):
-        rows = offs_m[:, None]
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
+    ahead = tile_at(lo, tiles, mode, BLOCK_N)
+    for place in tl.range(lo, hi, BLOCK_N):
+        start_n = place
+        if mode.listed:
+            start_n = ahead
+            ahead = tile_at(place + BLOCK_N, tiles, mode, BLOCK_N)
         cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
         qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
-        s, _ = score_tile(qk, rows, cols, in_head, mods, mode)
+        s, _, _ = score_tile(qk, rows, cols, in_head, mods, mode)
         if MASKED:
-            s = tl.where(visible(rows, cols, in_head, seqs, mode), s, float("-inf"))
+            s = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)
         acc = acc * alpha[:, None]
         if mods.seed is not None:
@@ -69,6 +77,8 @@ def forward_kernel(
     window_left,
     window_right,
     mods,
+    blocks,
+    captured,
     mode,
     group,
     BLOCK_M: tl.constexpr,
@@ -90,35 +100,29 @@ def forward_kernel(
 
     k_rows = open_rows(k, batch, head // group, start_k, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
     v_rows = open_rows(v, batch, head // group, start_k, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
-    in_head = open_head(mods, batch, head, seqlen_q, seqlen_k)
+    in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
     acc = tl.zeros([BLOCK_M, mode.block_dim_v], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
 
-    lo, full_lo, full_hi, hi = tile_ranges(
-        start_m,
-        seqlen_k,
-        seqlen_k - seqlen_q,
-        seqs.window_left,
-        seqs.window_right,
-        mode.left,
-        mode.right,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    if mode.left:
+    left_lo, left_hi, whole_lo, whole_hi, right_lo, right_hi, tiles = walk_of(
+        block, start_m, seqlen_k, seqlen_k - seqlen_q, seqs.window_left, seqs.window_right, in_head, mode,
+        mode.left, mode.right, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if mode.left and mode.ranges:
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, lo, tl.minimum(full_lo, hi), q_tile, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
+            acc, m_i, l_i, left_lo, left_hi, tiles, q_tile, start_m, k_rows, v_rows, in_head, seqs, mods, mode,
             True, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+    if mode.ranges or mode.listed:
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, whole_lo, whole_hi, tiles, q_tile, start_m, k_rows, v_rows, in_head, seqs, mods, mode,
+            False, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     acc, m_i, l_i = _attend(
-        acc, m_i, l_i, full_lo, full_hi, q_tile, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
-        False, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    acc, m_i, l_i = _attend(
-        acc, m_i, l_i, full_hi, hi, q_tile, offs_m, k_rows, v_rows, in_head, seqs, mods, mode,
+        acc, m_i, l_i, right_lo, right_hi, tiles, q_tile, start_m, k_rows, v_rows, in_head, seqs, mods, mode,
         True, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
@@ -142,9 +146,10 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
 
-    def describe(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
+    def describe(inputs: Inputs, out: Tensor, lse: Tensor, lists: Tensor | None) -> Launch:
         q, k, v = inputs[:3]
         tile = tile_for(p, "forward")
+        sparsity = sparsity_of(p, inputs, tile, lists)
         return Launch(
             p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m),
             tile,
@@ -154,12 +159,16 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
                 inputs.sink,
                 *sequences_of(p, inputs),
                 modifiers_of(p, inputs),
-                mode_of(p, tile, q, k, v),
+                sparsity.blocks,
+                captured_by(inputs),
+                mode_of(p, tile, q, k, v, functions=functions_of(p, inputs), sparsity=sparsity),
                 p.group,
                 tile.block_m,
                 tile.block_n,
             ),
         )
 
-    Launcher(p, inputs).launch(forward_kernel, describe, out, lse)
+    launcher = Launcher(p, inputs)
+    lists = list_tiles(launcher, p, inputs, tile_for(p, "forward"), "keys")
+    launcher.launch(forward_kernel, describe, out, lse, lists)
     return Forward(out, lse)

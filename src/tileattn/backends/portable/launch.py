@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tileattn.backends.portable import tuning
+from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
-from tileattn.backends.portable.device.scores import Modifiers
+from tileattn.backends.portable.device.scores import Blocks, Modifiers
 from tileattn.backends.portable.tuning import Tile
 from tileattn.philox import threshold
 from tileattn.problem import Inputs, Problem
@@ -25,7 +26,9 @@ class Mode(NamedTuple):
 
     plain: scores are q.k times a positive scale, so that the scale folds into the exponent. exact: float32 inputs.
     precision: of float32 products. tma: walk through tensor descriptors. pad: a head dim is smaller than its block.
-    left, right: the window bounds that side.
+    left, right: the window bounds that side. score_mod, score_derivative, mask_mod: functions, or None. ranges: walks
+    go through ranges of tiles, some of which need no mask; else through lists (see Sparsity), or one range that needs
+    it. listed, kinds: see Sparsity.
     """
 
     dim: Any
@@ -39,30 +42,54 @@ class Mode(NamedTuple):
     pad: Any
     left: Any
     right: Any
+    score_mod: Any
+    score_derivative: Any
+    mask_mod: Any
+    ranges: Any
+    listed: Any
+    kinds: Any
+
+
+class Sparsity(NamedTuple):
+    """What a kernel knows of a block mask. listed: it walks through lists of tiles. kinds: what it looks up inside a
+    tile: nothing, the kind "of a tile" or "of each score"."""
+
+    blocks: Blocks = Blocks(None, 0, 0, 0, None, 0, 0, 0, 0, 0)
+    listed: bool = False
+    kinds: str = "nothing"
+
+
+DENSE = Sparsity()
 
 
 @functools.lru_cache(maxsize=1024)
 def _mode(*fields: Any) -> Mode:
-    return Mode(*map(tl.constexpr, fields))
+    return Mode(*(x if x is None else tl.constexpr(x) for x in fields))
 
 
-def mode_of(problem: Problem, tile: Tile, *tensors: Tensor) -> Mode:
+def mode_of(
+    problem: Problem, tile: Tile, *tensors: Tensor, functions: Functions = NO_FUNCTIONS, sparsity: Sparsity = DENSE
+) -> Mode:
     """tensors: those that the kernel loads in rows."""
     p = problem
     block_dim, block_dim_v = block_dim_of(p.head_dim), block_dim_of(p.head_dim_v)
-    left, right = _window(p)
+    left, right = window_of(p)
     return _mode(
         p.head_dim,
         p.head_dim_v,
         block_dim,
         block_dim_v,
-        p.scale > 0.0 and not (p.softcap or p.has_bias or p.has_alibi),
+        p.scale > 0.0 and not (p.softcap or p.has_bias or p.has_alibi or p.score_mod),
         p.dtype == torch.float32,
         _precision(p),
         tile.descriptors and all(map(_fits_descriptor, tensors)),
         (block_dim, block_dim_v) != (p.head_dim, p.head_dim_v),
         left >= 0,
         right >= 0,
+        *functions,
+        not (sparsity.listed or p.has_mask or p.mask_mod),
+        sparsity.listed,
+        sparsity.kinds,
     )
 
 
@@ -80,7 +107,7 @@ def _fits_descriptor(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1])
 
 
-def _window(problem: Problem) -> tuple[int, int]:
+def window_of(problem: Problem) -> tuple[int, int]:
     """The window, -1 also where it is too wide to hide anything."""
     p = problem
     left = -1 if p.window_left >= p.seqlen_k else p.window_left
@@ -129,7 +156,7 @@ def sequences_of(problem: Problem, inputs: Inputs) -> Sequences:
         total_q,
         total_k,
         p.num_heads,
-        *_window(p),
+        *window_of(p),
     )
 
 
@@ -188,18 +215,18 @@ class Launcher:
         self.addresses = addresses
         self.kept = _kept(problem, _precision(problem), *layouts)
 
-    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None) -> None:
+    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: str = "") -> None:
         """Launch a kernel. describe(inputs, *others, *outputs) tells how; the layout of outputs, and which are None,
-        follow from what this launcher was made of."""
+        follow from what this launcher was made of, and from the role of a kernel that has several."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self._launch(kernel, describe, outputs)
+                self._launch(kernel, role, describe, outputs)
         else:
-            self._launch(kernel, describe, outputs)
+            self._launch(kernel, role, describe, outputs)
 
-    def _launch(self, kernel: Any, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
+    def _launch(self, kernel: Any, role: str, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
         triton.set_allocator(allocate)
-        key = kernel.fn, tuning._lookup  # which a search for tiles exchanges
+        key = kernel.fn, role, tuning._lookup  # which a search for tiles exchanges
         kept = self.kept.get(key)
         if kept is not None:
             kept.launch([*self.addresses, *[0 if x is None else x.data_ptr() for x in outputs]])

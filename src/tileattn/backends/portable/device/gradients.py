@@ -7,25 +7,35 @@ import triton.language as tl
 
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.masks import visible
-from tileattn.backends.portable.device.scores import score_tile, score_unit, uncap
+from tileattn.backends.portable.device.scores import score_tile, score_unit, uncap, unmodify
 from tileattn.backends.portable.device.softmax import power
 
 
 @triton.jit
+def probabilities(s, unit, row_lse, mode):
+    """P of scores, from lse in the base of `power`: +inf for rows that see nothing or lie beyond the sequence."""
+    p = power(s * unit - row_lse, mode)
+    if mode.score_mod is not None:  # which may have made inf or NaN of such a row's zeros
+        p = tl.where(row_lse == float("inf"), 0.0, p)
+    return p
+
+
+@triton.jit
 def score_gradient(
-    q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, offs_m, start_n, in_head, seqs, mods, mode,
+    q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, in_head, seqs, mods, mode,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(gradient of the scores, that of q.k * scale), [BLOCK_M, BLOCK_N]."""
+    """(gradient of the scores as bias and ALiBi left them, that of q.k * scale), [BLOCK_M, BLOCK_N]."""
+    offs_m = start_m + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
     qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
-    s, capped = score_tile(qk, rows, cols, in_head, mods, mode)
-    p = power(s * score_unit(mods, mode) - row_lse[:, None], mode)
+    s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode)
+    p = probabilities(s, score_unit(mods, mode), row_lse[:, None], mode)
     if MASKED:
-        p = tl.where(visible(rows, cols, in_head, seqs, mode), p, 0.0)
+        p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=mode.precision)
     if mods.seed is not None:
         dp = tl.where(keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N), dp * mods.rescale, 0.0)
-    ds = p * (dp - row_delta[:, None])
+    ds = unmodify(p * (dp - row_delta[:, None]), p, raw, rows, cols, in_head, mode)
     return ds, uncap(ds, capped, mods)

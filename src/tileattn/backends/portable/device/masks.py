@@ -1,9 +1,15 @@
 """What a row sees: the range of tiles to visit, and the columns inside a tile."""
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from tileattn import block_mask
+from tileattn.backends.portable.device.scores import inside, load_modifier
+
+SKIPPED, FULL = tl.constexpr(block_mask.SKIPPED), tl.constexpr(block_mask.FULL)
 
 
 @triton.jit
@@ -37,14 +43,68 @@ def tile_ranges(
 
 
 @triton.jit
-def visible(rows, cols, in_head, seqs, mode):
-    """Which columns the rows see; rows and cols broadcast against each other, either way round."""
-    _, _, seqlen_q, seqlen_k, _, _, _ = in_head
-    shift = seqlen_k - seqlen_q
-    last = seqlen_k - 1
+def walk_of(
+    block, start, length, shift, before, after, in_head, mode,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Three ranges to walk through, for `tile_at`: (first, end) of tiles that need a mask, of those that are visible as
+    a whole, of those that need one. And the list that they are places in, if mode.listed."""
+    if mode.listed:
+        zero = length * 0
+        tiles = in_head.lists + block.to(tl.int64) * in_head.lists_row
+        whole = tl.load(tiles)
+        partial = tl.load(tiles + 1)
+        end = tl.cdiv(length, STEP) * STEP
+        return zero, zero, zero, whole * STEP, end - partial * STEP, end, tiles + 2
+    else:
+        lo, full_lo, full_hi, hi = tile_ranges(start, length, shift, before, after, BEFORE, AFTER, BLOCK, STEP)
+        if mode.ranges:
+            return lo, tl.minimum(full_lo, hi), full_lo, full_hi, full_hi, hi, length
+        else:
+            return lo, lo, lo, lo, lo, hi, length
+
+
+@triton.jit
+def tile_at(place, tiles, mode, STEP: tl.constexpr):
+    """Where the tile at a place of a walk begins. To be asked of a list a step ahead: a load from where another load of
+    the same step says would not be pipelined."""
+    if mode.listed:
+        return tl.load(tiles + place // STEP) * STEP
+    else:
+        return place
+
+
+@triton.jit
+def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
+    """Which columns the rows see, of the tile that begins at start_m and start_n; rows and cols broadcast against each
+    other, either way round."""
+    shift = in_head.seqlen_k - in_head.seqlen_q
+    last = in_head.seqlen_k - 1
     if mode.right:
         last = tl.minimum(rows + shift + seqs.window_right, last)
     seen = cols <= last
     if mode.left:
         seen = seen & (cols >= rows + shift - seqs.window_left)
-    return seen
+    allowed = seen
+    if mods.mask is not None:
+        mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head)
+        allowed = allowed & (mask != 0)
+    if mode.mask_mod is not None:
+        row, col = inside(rows, cols, in_head)
+        allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, col, in_head.captured, mode.exact)
+    if mode.kinds == "of a tile":
+        kind = kind_at(start_m, start_n, in_head)
+        return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
+    elif mode.kinds == "of each score":
+        row, col = inside(rows, cols, in_head)
+        kind = kind_at(row, col, in_head)
+        return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
+    else:
+        return allowed
+
+
+@triton.jit
+def kind_at(row, col, in_head):
+    """What the block mask says."""
+    block = (row // in_head.size_q).to(tl.int64) * in_head.kinds_row + col // in_head.size_k
+    return tl.load(in_head.kinds + block)

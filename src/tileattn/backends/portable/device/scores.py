@@ -1,4 +1,4 @@
-"""From q.k to scores: softcap -> + alibi -> + bias -> mask, in the base of `power`."""
+"""From q.k to scores, softcap -> + alibi -> + bias -> score_mod, in the base of `power`; and back for gradients."""
 # ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tileattn.backends.portable.device.pointwise import tanh
 from tileattn.backends.portable.device.rows import size, stride
-from tileattn.backends.portable.device.softmax import LOG2E, from_natural
+from tileattn.backends.portable.device.softmax import from_natural
 
 
 class Modifiers(NamedTuple):
@@ -48,18 +49,61 @@ def _at(ptr, batch, head, stride_batch, stride_head):
 
 
 @triton.jit
-def _load(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, seqlen_q, seqlen_k):
+def load_modifier(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, in_head):
+    """A tile of a bias or mask, 0 beyond the sequence."""
     ptrs = ptr + (rows.to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col)
-    return tl.load(ptrs, mask=(rows < seqlen_q) & (cols < seqlen_k), other=0)
+    return tl.load(ptrs, mask=(rows < in_head.seqlen_q) & (cols < in_head.seqlen_k), other=0)
 
 
 @triton.jit
-def open_head(mods, batch, head, seqlen_q, seqlen_k):
-    """What scores depend on inside one head of one sequence: its indices and lengths, its ALiBi slope, and where its
-    bias and mask begin."""
+def inside(rows, cols, in_head):
+    """Rows and columns as mods get them: those that a tile has beyond the sequence are the last ones."""
+    return tl.minimum(rows, in_head.seqlen_q - 1), tl.minimum(cols, in_head.seqlen_k - 1)
+
+
+class Blocks(NamedTuple):
+    """A block mask as kernels take it (see `sparsity`). lists: of the tiles to visit, a row for each block of the
+    kernel. kinds: uint8 map of blocks, each of size_q rows by size_k columns of scores. Strides are `sized`."""
+
+    lists: Any
+    lists_batch: int
+    lists_head: int
+    lists_row: int
+    kinds: Any
+    kinds_batch: int
+    kinds_head: int
+    kinds_row: int
+    size_q: int
+    size_k: int
+
+
+class Head(NamedTuple):
+    """What scores depend on inside one head of one sequence. bias, mask, lists, kinds: where those of this head begin.
+    Made inside a kernel. (Without the Blocks themselves: a tuple that is returned cannot hold None.)"""
+
+    batch: Any
+    head: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    slope: Any
+    bias: Any
+    mask: Any
+    lists: Any
+    lists_row: Any
+    kinds: Any
+    kinds_row: Any
+    size_q: Any
+    size_k: Any
+    captured: Any
+
+
+@triton.jit
+def open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k):
     slope = 0.0
     bias = batch
     mask = batch
+    lists = batch
+    kinds = batch
     if mods.alibi is not None:
         slope = tl.load(_at(mods.alibi, batch, head, size(mods.alibi_batch), mods.alibi_head)).to(tl.float32)
     if mods.bias is not None:
@@ -70,19 +114,14 @@ def open_head(mods, batch, head, seqlen_q, seqlen_k):
         mask = _at(
             mods.mask, batch, head, stride(mods.mask_batch, mods.mask_align), stride(mods.mask_head, mods.mask_align)
         )
-    return batch, head, seqlen_q, seqlen_k, slope, bias, mask
-
-
-@triton.jit
-def tanh(x, EXACT: tl.constexpr):
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - e) / (1.0 + e)
-    y = tl.where(x < 0.0, -y, y)
-    if EXACT:  # 1 - e cancels for small x: the series there
-        x2 = x * x
-        tail = -17 / 315 + x2 * (62 / 2835 + x2 * (-1382 / 155925 + x2 * (21844 / 6081075)))
-        y = tl.where(x2 < 0.1, x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * tail))), y)
-    return y
+    if blocks.kinds is not None:
+        kinds = _at(blocks.kinds, batch, head, size(blocks.kinds_batch), size(blocks.kinds_head))
+    if blocks.lists is not None:
+        lists = _at(blocks.lists, batch, head, size(blocks.lists_batch), size(blocks.lists_head))
+    return Head(
+        batch, head, seqlen_q, seqlen_k, slope, bias, mask, lists, size(blocks.lists_row), kinds,
+        size(blocks.kinds_row), blocks.size_q, blocks.size_k, captured,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -101,34 +140,43 @@ def distance(rows, cols, seqlen_q, seqlen_k):
 
 @triton.jit
 def score_tile(qk, rows, cols, in_head, mods, mode):
-    """Scores (see `score_unit`), and what `uncap` needs. rows and cols broadcast to qk, either way round."""
-    _, _, seqlen_q, seqlen_k, slope, bias, mask = in_head
+    """Scores (see `score_unit`), and what `before_mods` needs. rows and cols broadcast to qk, either way round."""
+    seqlen_q, seqlen_k = in_head.seqlen_q, in_head.seqlen_k
     s = qk
     capped = qk
+    raw = qk
     if not mode.plain:
         s = qk * mods.scale
         if mods.softcap is not None:
             capped = tanh(s / mods.softcap, mode.exact)
             s = capped * mods.softcap
         if mods.alibi is not None:
-            s -= slope * distance(rows, cols, seqlen_q, seqlen_k)
+            s -= in_head.slope * distance(rows, cols, seqlen_q, seqlen_k)
         if mods.bias is not None:
-            s += _load(bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, seqlen_q, seqlen_k).to(
-                tl.float32
-            )
+            b = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head)
+            s += b.to(tl.float32)
+        if mode.score_mod is not None:
+            raw = s
+            row, col = inside(rows, cols, in_head)
+            s = mode.score_mod(s, in_head.batch, in_head.head, row, col, in_head.captured, mode.exact)
         s = from_natural(s, mode)
-    if mods.mask is not None:
-        s = tl.where(
-            _load(mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, seqlen_q, seqlen_k) != 0,
-            s,
-            float("-inf"),
-        )
-    return s, capped
+    return s, capped, raw
+
+
+@triton.jit
+def unmodify(ds, p, raw, rows, cols, in_head, mode):
+    """From the gradient of scores to that of what score_mod got; nothing flows where the probability is 0."""
+    if mode.score_derivative is not None:
+        row, col = inside(rows, cols, in_head)
+        ds = mode.score_derivative(raw, in_head.batch, in_head.head, row, col, ds, in_head.captured, mode.exact)
+        return tl.where(p > 0.0, ds, 0.0)
+    else:
+        return ds
 
 
 @triton.jit
 def uncap(ds, capped, mods):
-    """From the gradient of scores to that of q.k * scale."""
+    """And on to that of q.k * scale."""
     if mods.softcap is not None:
         return ds * (1.0 - capped * capped)
     else:
