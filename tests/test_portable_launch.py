@@ -79,7 +79,10 @@ def named(call, forward, gradients, seen):
     read = (*call.inputs, *call.inputs.score_mod_tensors, *call.inputs.mask_mod_tensors)
     names = {x.data_ptr(): x.data_ptr() for x in read if isinstance(x, torch.Tensor)}
     names |= {x.data_ptr(): x.data_ptr() for x in (call.dout, call.dlse)}
-    names |= {x.data_ptr(): name for name, x in {**forward._asdict(), **gradients._asdict()}.items() if x is not None}
+    results = forward._asdict() | gradients._asdict()
+    for summed in ("dalibi_slopes", "dsink"):  # by torch: may lie where a workspace was
+        del results[summed]
+    names |= {x.data_ptr(): name for name, x in results.items() if x is not None}
 
     def of(x):
         if isinstance(x, list):
