@@ -1,0 +1,184 @@
+"""What a call costs beside the kernels: host microseconds, the first call of a process, peak memory.
+
+    python benchmarks/host.py out.json
+
+Host time: calls on tensors so small that the GPU never is the limit, in blocks between which the GPU comes to rest; the
+median over blocks, implementations taking turns. Cold start: a fresh process with an empty Triton cache, from before
+`import tileattn` (torch imported and CUDA awake) to the end of the first forward and backward, and how many kernels are
+compiled for other lengths and batches after that. Memory: the peak of forward and backward, inputs included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, heads, head_dim)
+
+SMALL = {"batch": 1, "seqlen": 128, "heads": 4, "head_dim": 64}
+LONG = {"batch": 1, "seqlen": 65536, "heads": 16, "head_dim": 128}
+BLOCKS, CALLS = 30, 50
+
+COLD = """
+import sys, time, torch, triton
+torch.ones(1, device="cuda").sum().item()
+begin = time.perf_counter()
+import tileattn
+imported = time.perf_counter()
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+def run(batch, seqlen):
+    shape, like = (batch, seqlen, 8, 128), {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(shape, **like) for _ in range(3))
+    tileattn.attention(q, k, v, causal=True, backend=sys.argv[1]).sum().backward()
+    torch.cuda.synchronize()
+run(1, 1024)
+end = time.perf_counter()
+first = len(compiled)
+for batch, seqlen in ((2, 1024), (1, 2000), (3, 777), (1, 4096)):
+    run(batch, seqlen)
+print(imported - begin, end - imported, first, len(compiled) - first)
+"""
+
+
+def tileattn(backend: str) -> Attention:
+    from tileattn import attention
+
+    return lambda q, k, v: attention(q, k, v, causal=True, backend=backend)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As a model calls it whose heads come after the sequence."""
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+def fa2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(q, k, v)
+
+
+def tensors(batch: int, seqlen: int, heads: int, head_dim: int) -> list[Tensor]:
+    """q, k, v and the gradient of out."""
+    return [torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+
+def host_times(implementations: dict[str, Attention]) -> list[dict[str, Any]]:
+    q, k, v, dout = tensors(**SMALL)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def both(attention: Attention) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
+
+    directions = {"forward": lambda f: lambda: f(q, k, v), "forward+backward": both}
+    rows = []
+    for direction, build in directions.items():
+        runs = {name: build(f) for name, f in implementations.items()}
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for block in range(BLOCKS + 2):  # two to warm up
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                for _ in range(CALLS):
+                    run()
+                elapsed = time.perf_counter() - begin
+                torch.cuda.synchronize()
+                if block >= 2:
+                    times[name].append(elapsed / CALLS * 1e6)
+        rows += [
+            row(name, direction, "host", SMALL, us=round(statistics.median(us), 1), us_least=round(min(us), 1))
+            for name, us in times.items()
+        ]
+    return rows
+
+
+def cold_start(backend: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", COLD, backend],
+            env=os.environ | {"TRITON_CACHE_DIR": folder},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    imported, first, compiled, recompiled = map(float, done.stdout.split())
+    size = {"batch": 1, "seqlen": 1024, "heads": 8, "head_dim": 128}
+    found = {"import_s": round(imported, 3), "first_call_s": round(first, 2)}
+    return row(
+        f"tileattn-{backend}", "forward+backward", "cold", size, **found, compiled=compiled, recompiled=recompiled
+    )
+
+
+def peak_memory(name: str, attention: Attention) -> dict[str, Any]:
+    q, k, v, dout = tensors(**LONG)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(attention(*leaves), leaves, dout)
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(attention(*leaves), leaves, dout)
+    return row(name, "forward+backward", "memory", LONG, bytes=torch.cuda.max_memory_allocated())
+
+
+def row(impl: str, direction: str, variant: str, size: dict[str, int], **figures: Any) -> dict[str, Any]:
+    return {
+        "impl": impl,
+        "direction": direction,
+        "dtype": "bfloat16",
+        "batch": size["batch"],
+        "heads": size["heads"],
+        "heads_k": size["heads"],
+        "seqlen_q": size["seqlen"],
+        "seqlen_k": size["seqlen"],
+        "head_dim": size["head_dim"],
+        "head_dim_v": size["head_dim"],
+        "causal": True,
+        "variant": variant,
+        **figures,
+    }
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path")
+    parser.add_argument("--commit", default=None, help="where git is not at hand")
+    options = parser.parse_args()
+    implementations = {
+        "torch-sdpa": sdpa,
+        "tileattn-portable": tileattn("portable"),
+        "tileattn-hopper": tileattn("hopper"),
+    }
+    rows = host_times(implementations)
+    rows += [peak_memory(name, f) for name, f in {**implementations, "torch-fa2": fa2}.items() if name != "torch-sdpa"]
+    rows += [cold_start("portable"), cold_start("hopper")]
+    for found in rows:
+        print(*(found[name] for name in ("variant", "direction", "impl")), *list(found.items())[12:])
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "commit": options.commit or _commit(),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "rows": rows,
+    }
+    with open(options.path, "w") as file:
+        json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
