@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import tileattn
 from tileattn import ops
+from tileattn.backends import cpu
 from tileattn.problem import Problem
 
 B, SQ, SK, H, HK, D, DV = 2, 33, 47, 4, 2, 16, 8
@@ -74,6 +76,41 @@ def test_opcheck(kind):
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat(problem, inputs)]
     wanted = [True] * 3 + [kind == "everything"] * 3
     torch.library.opcheck(BACKWARD, (torch.randn_like(out), torch.randn_like(lse), out, lse, *arguments, wanted))
+
+
+@pytest.mark.parametrize("kind", ["plain", "mods"])
+def test_a_backend_gets_the_same_by_way_of_the_operator_or_not(kind, monkeypatch):
+    problem, inputs = call_of(kind)
+    forward, got = cpu.forward, []
+    monkeypatch.setattr(
+        cpu, "forward", lambda problem, inputs: got.append((problem, inputs)) or forward(problem, inputs)
+    )
+    ops.run(problem, inputs, "cpu")
+    FORWARD(*flat(problem, inputs))
+    for got_problem, got_inputs in got:
+        assert got_problem == problem
+        for x, y in zip(got_inputs, inputs, strict=True):
+            assert type(x) is type(y)
+    assert len(got) == 2
+
+
+def test_whoever_looks_sees_the_operators():
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensors = qkv()
+    with Watching():
+        out = tileattn.attention(*tensors)
+        torch.autograd.grad(out.sum(), tensors)
+    assert FORWARD in seen
+    assert BACKWARD in seen
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(tileattn.attention(*tensors).sum(), tensors)
+    assert {"tileattn::attention_forward", "tileattn::attention_backward"} <= {e.name for e in profile.events()}
 
 
 def test_gradcheck_of_every_input_at_once():

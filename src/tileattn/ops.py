@@ -86,7 +86,8 @@ def _flat(problem: Problem, inputs: Inputs, backend: str) -> tuple[Any, ...]:
 
 def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
     """The Problem, Inputs and backend that the arguments of `attention_forward` stand for."""
-    inputs = Inputs(*args[:_NUM_TENSORS])
+    *tensors, of_score, of_mask = args[:_NUM_TENSORS]
+    inputs = Inputs._make((*tensors, tuple(of_score), tuple(of_mask)))  # lists, from the dispatcher
     q, k, v = inputs[:3]
     seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, *mods, backend = args[_NUM_TENSORS:]
     score_mod, score_derivative, mask_mod, block_size = mods

@@ -23,7 +23,16 @@ from tileattn.backends.portable.device.rows import (
 )
 from tileattn.backends.portable.device.scores import open_head, score_tile, score_unit
 from tileattn.backends.portable.device.softmax import add_sink, from_natural, logsumexp, online_softmax
-from tileattn.backends.portable.launch import Launch, Launcher, mode_of, modifiers_of, rows_of, sequences_of, stats_of
+from tileattn.backends.portable.launch import (
+    Launch,
+    Launcher,
+    empty_like,
+    mode_of,
+    modifiers_of,
+    rows_of,
+    sequences_of,
+    stats_of,
+)
 from tileattn.backends.portable.sparsity import list_tiles, sparsity_of
 from tileattn.backends.portable.tuning import tile_for
 from tileattn.problem import Forward, Inputs, Problem
@@ -142,7 +151,7 @@ def forward_kernel(
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     p = problem
     q = inputs.q
-    out = q.new_empty((*q.shape[:-1], p.head_dim_v))
+    out = empty_like(q) if p.head_dim == p.head_dim_v else q.new_empty((*q.shape[:-1], p.head_dim_v))
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
 

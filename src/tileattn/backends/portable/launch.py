@@ -206,14 +206,14 @@ class Launcher:
             inputs = inputs._replace(mask=inputs.mask.view(torch.uint8))
         self.device = problem.device
         self.inputs, self.others = inputs, others
-        tensors = (*inputs[:-2], *inputs.score_mod_tensors, *inputs.mask_mod_tensors, *others)
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        layouts = [
-            None if x is None else (x.dtype, x.shape, x.stride(), address % 16)
-            for x, address in zip(tensors, addresses, strict=True)
-        ]
-        self.addresses = addresses
-        self.kept = _kept(problem, _precision(problem), *layouts)
+        tensors = _present(*inputs[:-2], *inputs.score_mod_tensors, *inputs.mask_mod_tensors, *others)
+        self.addresses = [x.data_ptr() for x in tensors]
+        self.kept = _kept(  # which inputs are there is said by the problem
+            problem,
+            _precision(problem),
+            *[x is None for x in others],
+            *[(x.dtype, x.shape, x.stride(), at % 16) for x, at in zip(tensors, self.addresses, strict=True)],
+        )
 
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: str = "") -> None:
         """Launch a kernel. describe(inputs, *others, *outputs) tells how; the layout of outputs, and which are None,
@@ -229,9 +229,9 @@ class Launcher:
         key = kernel.fn, role, tuning._lookup  # which a search for tiles exchanges
         kept = self.kept.get(key)
         if kept is not None:
-            kept.launch([*self.addresses, *[0 if x is None else x.data_ptr() for x in outputs]])
+            kept.launch([*self.addresses, *[x.data_ptr() for x in _present(*outputs)]])
             return
-        places: list[Tensor | None] = []
+        places: list[Tensor] = []
         arguments = _one_object_a_place((*self.inputs, *self.others, *outputs), places)
         end = len(Inputs._fields)
         launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
@@ -240,13 +240,19 @@ class Launcher:
             self.kept[key] = Kept.of(compiled, launch, {id(x): i for i, x in enumerate(places)})
 
 
-def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor | None]) -> tuple[Any, ...]:
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any, ...]:
     """The same tensors, also appended to places, each an object of its own even where q is k."""
 
     def visit(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(map(visit, x))
-        places.append(None if x is None else x.detach())
+        if x is None:
+            return None
+        places.append(x.detach())
         return places[-1]
 
     return tuple(map(visit, tree))
@@ -266,31 +272,39 @@ Describe = Callable[..., Launch]
 class Kept(NamedTuple):
     """A launch to repeat with other addresses, of tensors by their number.
 
-    pointers: (place in args, tensor). tuples: (place in args, fields of such a tuple, [(field, tensor), ...]).
+    pointers: (place in args, tensor). opened: (place in args, tensor, rest), of a tuple that begins with a pointer.
+    tuples: (place in args, fields of such a tuple, [(field, tensor), ...]), of any other.
     """
 
     run: Callable[..., None]
     args: list[Any]
     pointers: list[tuple[int, int]]
+    opened: list[tuple[int, int, tuple[Any, ...]]]
     tuples: list[tuple[int, list[Any], list[tuple[int, int]]]]
 
     @staticmethod
     def of(compiled: Any, launch: Launch, number: dict[int, int]) -> Kept:
-        pointers, tuples = [], []
+        kept = Kept(compiled[(launch.programs, 1, 1)], list(launch.args), [], [], [])
         for i, arg in enumerate(launch.args):
             if isinstance(arg, Tensor):
-                pointers.append((i, number[id(arg)]))
+                kept.pointers.append((i, number[id(arg)]))
+                kept.args[i] = None
             elif isinstance(arg, tuple):
                 fields = [(j, number[id(x)]) for j, x in enumerate(arg) if isinstance(x, Tensor)]
-                if fields:
-                    tuples.append((i, [None if isinstance(x, Tensor) else x for x in arg], fields))
-        args = [None if isinstance(arg, Tensor) else arg for arg in launch.args]
-        return Kept(compiled[(launch.programs, 1, 1)], args, pointers, tuples)
+                if [j for j, _ in fields] == [0]:
+                    kept.opened.append((i, fields[0][1], arg[1:]))
+                    kept.args[i] = None
+                elif fields:
+                    kept.tuples.append((i, [None if isinstance(x, Tensor) else x for x in arg], fields))
+                    kept.args[i] = None
+        return kept
 
     def launch(self, addresses: list[int]) -> None:
         args = self.args.copy()
         for i, number in self.pointers:
             args[i] = addresses[number]
+        for i, number, rest in self.opened:
+            args[i] = (addresses[number], *rest)
         for i, template, fields in self.tuples:
             values = template.copy()
             for j, number in fields:
