@@ -109,17 +109,20 @@ def test_nothing_is_compiled_anew_for_other_lengths_batches_or_heads(name, varle
 
 
 # bytes of spills a thread on Hopper for forward, backward_kv and backward_q, by head_dim, with Triton 3.6
-BUDGET = {64: (0, 0, 0), 128: (0, 128, 0), 256: (0, 352, 0)}
+BUDGET = {64: (0, 0, 0), 128: (0, 64, 0), 256: (0, 0, 0)}
 NEWER_BUDGET = BUDGET | {128: (0, 196, 0)}  # 3.7.1 was seen to spill more in the masked loop
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_hopper_kernels_stay_in_registers_and_on_its_tensor_cores(head_dim, causal):
-    compiled = {c.name: c for c in compile_call(*problem(head_dim, causal=causal), TARGETS["sm90"], tuning.HOPPER)}
     budgets = (BUDGET if triton.__version__.startswith("3.6") else NEWER_BUDGET)[head_dim]
-    for kernel, budget in zip(("forward", "backward_kv", "backward_q"), budgets, strict=True):
-        found = compiled[f"{kernel}_kernel"]
-        assert found.spills <= budget, f"{kernel}: {found.spills} bytes spilled, {budget} allowed"
-        assert found.shared <= 227 * 1024, f"{kernel}: {found.shared} bytes of shared memory"
-        assert "HGMMA" in found.kernel.asm["sass"], f"{kernel}: no warpgroup products"
+    budget = dict(zip(("forward_kernel", "backward_kv_kernel", "backward_q_kernel"), budgets, strict=True))
+    compiled = compile_call(*problem(head_dim, causal=causal), TARGETS["sm90"], tuning.HOPPER)
+    assert {c.name for c in compiled} == {"delta_kernel", *budget}
+    for found in compiled:
+        if found.name in budget:
+            allowed = budget[found.name]
+            assert found.spills <= allowed, f"{found.name}: {found.spills} bytes spilled, {allowed} allowed"
+            assert found.shared <= 227 * 1024, f"{found.name}: {found.shared} bytes of shared memory"
+            assert "HGMMA" in found.kernel.asm["sass"], f"{found.name}: no warpgroup products"

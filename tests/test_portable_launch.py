@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from oracle import ALL_DIMS, Case, build, wanted
 from triton import language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tileattn.backends import portable
 from tileattn.backends.portable import launch
@@ -60,6 +61,8 @@ def _addresses(args):
         return [_addresses(x) for x in args]
     if isinstance(args, tl.constexpr):
         return args.value
+    if isinstance(args, TensorDescriptor):
+        return [args.base.data_ptr(), args.shape, args.strides, args.block_shape]
     return args.data_ptr() if isinstance(args, torch.Tensor) else args
 
 

@@ -56,6 +56,7 @@ from tileattn.backends.portable.launch import (
     empty_like,
     mode_of,
     modifiers_of,
+    operands_of,
     rows_of,
     sequences_of,
     stats_of,
@@ -63,7 +64,7 @@ from tileattn.backends.portable.launch import (
     workspace_of,
 )
 from tileattn.backends.portable.sparsity import Along, list_tiles, sparsity_of
-from tileattn.backends.portable.tuning import Kernel, Tile, tile_for
+from tileattn.backends.portable.tuning import Tile, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 
@@ -115,7 +116,7 @@ def delta_kernel(
 @triton.jit
 def _walk_rows(
     dk, dv, lo, hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows, lse_ptr, delta_ptr, in_head, seqs, mods, mode,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows at the places [lo, hi) give to the gradients of a block of keys. Score tiles are transposed:
     keys down."""
@@ -137,17 +138,20 @@ def _walk_rows(
         if MASKED:
             p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)
         dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
-        dp = tl.dot(v_tile, dout_tile.T, input_precision=mode.precision)
         dropped = p
         if mods.seed is not None:
             keep = keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N).T
             dropped = tl.where(keep, p * mods.rescale, 0.0)
-            dp = tl.where(keep, dp * mods.rescale, 0.0)
-        dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=mode.precision)
-        row_delta = tl.load(delta_ptr + offs_m)
-        ds = unmodify(p * (dp - row_delta[None, :]), p, raw, rows, cols, in_head, mode)
-        ds = uncap(ds, capped, mods)
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=mode.precision)
+        if WANT_V:
+            dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=mode.precision)
+        if WANT_K:
+            dp = tl.dot(v_tile, dout_tile.T, input_precision=mode.precision)
+            if mods.seed is not None:
+                dp = tl.where(keep, dp * mods.rescale, 0.0)
+            row_delta = tl.load(delta_ptr + offs_m)
+            ds = unmodify(p * (dp - row_delta[None, :]), p, raw, rows, cols, in_head, mode)
+            ds = uncap(ds, capped, mods)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=mode.precision)
     return dk, dv
 
 
@@ -178,7 +182,7 @@ def backward_kv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dk and dv of one block of keys, over all rows of all the query heads that read it."""
+    """dk and dv of one block of keys (those that are not None), over all rows of all the query heads that read it."""
     seqs = Sequences(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
     )
@@ -186,6 +190,8 @@ def backward_kv_kernel(
     start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
     start_k, seqlen_k = span(seqs.cu_seqlens_k, batch, seqs.total_k, seqs.seqlen_k)
     start_n = block * BLOCK_N
+    WANT_K: tl.constexpr = dk is not None
+    WANT_V: tl.constexpr = dv is not None
     if seqs.cu_seqlens_k is not None and start_n >= seqlen_k:
         return
 
@@ -209,22 +215,24 @@ def backward_kv_kernel(
         if mode.right and mode.ranges:
             dk_tile, dv_tile = _walk_rows(
                 dk_tile, dv_tile, left_lo, left_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
-                lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, WANT_K, WANT_V, True, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if mode.ranges or mode.listed:
             dk_tile, dv_tile = _walk_rows(
                 dk_tile, dv_tile, whole_lo, whole_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
-                lse_ptr, delta_ptr, in_head, seqs, mods, mode, False, BLOCK_M, BLOCK_N,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, WANT_K, WANT_V, False, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if mode.left or not mode.ranges:
             dk_tile, dv_tile = _walk_rows(
                 dk_tile, dv_tile, right_lo, right_hi, tiles, k_tile, v_tile, start_n, q_rows, dout_rows,
-                lse_ptr, delta_ptr, in_head, seqs, mods, mode, True, BLOCK_M, BLOCK_N,
+                lse_ptr, delta_ptr, in_head, seqs, mods, mode, WANT_K, WANT_V, True, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
-    dk_tile *= mods.scale
-    store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
-    store_block(dv, dv_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim_v, mode.block_dim_v, BLOCK_N)
+    if WANT_K:
+        dk_tile *= mods.scale
+        store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
+    if WANT_V:
+        store_block(dv, dv_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim_v, mode.block_dim_v, BLOCK_N)
 
 
 @triton.jit
@@ -366,12 +374,12 @@ class _Backward:
         self._delta()
 
     def gradients(self, wanted: Wanted) -> Gradients:
-        dk, dv = self._key_gradients() if wanted.k or wanted.v else (None, None)
+        dk, dv = self._key_gradients(wanted)
         dq, dslopes = self._query_gradients() if wanted.q or wanted.alibi_slopes else (None, None)
         return Gradients(
             dq if wanted.q else None,
-            dk if wanted.k else None,
-            dv if wanted.v else None,
+            dk,
+            dv,
             self._bias_gradient() if wanted.bias else None,
             dslopes if wanted.alibi_slopes else None,
             self._sink_gradient() if wanted.sink else None,
@@ -402,27 +410,37 @@ class _Backward:
 
         self.launcher.launch(delta_kernel, describe, self.lse, self.delta)
 
-    def _key_gradients(self) -> tuple[Tensor, Tensor]:
+    def _key_gradients(self, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         p = self.problem
-        dk, dv = map(empty_like, (self.inputs.k, self.inputs.v))
-
-        def describe(tile: Tile, dk: Tensor, dv: Tensor) -> _Walk:
-            return _Walk(p.batch * p.num_heads_k * triton.cdiv(p.seqlen_k, tile.block_n), (rows_of(dk), rows_of(dv)))
-
-        self._walk(backward_kv_kernel, "backward_kv", "rows", describe, dk, dv)
+        dk = empty_like(self.inputs.k) if wanted.k else None
+        dv = empty_like(self.inputs.v) if wanted.v else None
+        tile = tile_for(p, "backward_kv")
+        if tile.dv is None:
+            self._walk_down(tile, dk, dv)
+        else:
+            self._walk_down(tile, dk, None)
+            self._walk_down(tile.dv, None, dv)
         return dk, dv
+
+    def _walk_down(self, tile: Tile, dk: Tensor | None, dv: Tensor | None) -> None:
+        def describe(dk: Tensor | None, dv: Tensor | None) -> _Walk:
+            programs = self.problem.batch * self.problem.num_heads_k * triton.cdiv(self.problem.seqlen_k, tile.block_n)
+            return _Walk(programs, tuple(None if x is None else rows_of(x) for x in (dk, dv)))
+
+        if dk is not None or dv is not None:
+            self._walk(backward_kv_kernel, tile, "rows", describe, dk, dv)
 
     def _query_gradients(self) -> tuple[Tensor, Tensor | None]:
         p, slopes = self.problem, self.inputs.alibi_slopes
-        dq, dslope = empty_like(self.inputs.q), None
-        if slopes is not None:
-            blocks_m = triton.cdiv(p.seqlen_q, tile_for(p, "backward_q").block_m)
-            dslope = self.delta.new_empty(p.batch, p.num_heads, blocks_m)
+        tile = tile_for(p, "backward_q")
+        blocks_m = -(-p.seqlen_q // tile.block_m)
+        dq = empty_like(self.inputs.q)
+        dslope = None if slopes is None else self.delta.new_empty(p.batch, p.num_heads, blocks_m)
 
-        def describe(tile: Tile, dq: Tensor, dslope: Tensor | None) -> _Walk:
-            return _Walk(p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m), (rows_of(dq), dslope))
+        def describe(dq: Tensor, dslope: Tensor | None) -> _Walk:
+            return _Walk(p.batch * p.num_heads * blocks_m, (rows_of(dq), dslope))
 
-        self._walk(backward_q_kernel, "backward_q", "keys", describe, dq, dslope)
+        self._walk(backward_q_kernel, tile, "keys", describe, dq, dslope)
         if slopes is None or dslope is None:
             return dq, None
         dslope = dslope.sum(-1)
@@ -431,9 +449,9 @@ class _Backward:
     def _bias_gradient(self) -> Tensor:
         p, bias = self.problem, self.inputs.bias
         assert bias is not None
-        dbias = empty_like(bias)
+        dbias, tile = empty_like(bias), tile_for(p, "backward_q")
 
-        def describe(tile: Tile, dbias: Tensor) -> _Walk:
+        def describe(dbias: Tensor) -> _Walk:
             batch, heads, rows, cols = dbias.shape
             shared_rows, shared_cols = rows == 1, cols == 1
             blocks_m = 1 if shared_rows else triton.cdiv(p.seqlen_q, tile.block_m)
@@ -444,7 +462,7 @@ class _Backward:
                 (p.batch // max(batch, 1), p.num_heads // heads, shared_rows, shared_cols),
             )
 
-        self._walk(backward_bias_kernel, "backward_q", None, describe, dbias)
+        self._walk(backward_bias_kernel, tile, None, describe, dbias)
         return dbias
 
     def _sink_gradient(self) -> Tensor:
@@ -459,29 +477,29 @@ class _Backward:
     def _walk(
         self,
         kernel: Any,
-        tiles_as: Kernel,
+        tile: Tile,
         along: Along | None,
         describe_outputs: Callable[..., _Walk],
         *outputs: Tensor | None,
     ) -> None:
-        """Launch a kernel that recomputes P; describe_outputs(tile, *outputs) tells what sets it apart from others.
+        """Launch a kernel that recomputes P; describe_outputs(*outputs) tells what sets it apart from others.
         along: which way it walks, None if not through lists."""
         p = self.problem
-        lists = None if along is None else list_tiles(self.launcher, p, self.inputs, tile_for(p, tiles_as), along)
+        lists = None if along is None else list_tiles(self.launcher, p, self.inputs, tile, along)
 
         def describe(
             inputs: Inputs, _out: Any, _lse: Any, dout: Tensor, _dlse: Any, lse: Tensor, delta: Tensor,
             lists: Tensor | None, *outputs: Any,
         ) -> Launch:  # fmt: skip
             q, k, v = inputs[:3]
-            tile = tile_for(p, tiles_as)
             sparsity = sparsity_of(p, inputs, tile, lists)
-            walk = describe_outputs(tile, *outputs)
+            mode = mode_of(p, tile, q, k, v, dout, functions=functions_of(p, inputs), sparsity=sparsity)
+            walk = describe_outputs(*outputs)
             return Launch(
                 walk.programs,
                 tile,
                 (
-                    *map(rows_of, (q, k, v, dout)),
+                    *operands_of(mode, tile, q, k, v, dout),
                     workspace_of(lse),
                     workspace_of(delta),
                     *walk.outputs,
@@ -489,7 +507,7 @@ class _Backward:
                     modifiers_of(p, inputs),
                     sparsity.blocks,
                     captured_by(inputs),
-                    mode_of(p, tile, q, k, v, dout, functions=functions_of(p, inputs), sparsity=sparsity),
+                    mode,
                     p.group,
                     *walk.extra,
                     tile.block_m,
@@ -497,4 +515,5 @@ class _Backward:
                 ),
             )
 
-        self.launcher.launch(kernel, describe, self.lse, self.delta, lists, *outputs)
+        role = tuple([x is None for x in outputs])
+        self.launcher.launch(kernel, describe, self.lse, self.delta, lists, *outputs, role=role)

@@ -29,6 +29,7 @@ from tileattn.backends.portable.launch import (
     empty_like,
     mode_of,
     modifiers_of,
+    operands_of,
     rows_of,
     sequences_of,
     stats_of,
@@ -159,18 +160,20 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
         q, k, v = inputs[:3]
         tile = tile_for(p, "forward")
         sparsity = sparsity_of(p, inputs, tile, lists)
+        mode = mode_of(p, tile, q, k, v, functions=functions_of(p, inputs), sparsity=sparsity)
         return Launch(
             p.batch * p.num_heads * triton.cdiv(p.seqlen_q, tile.block_m),
             tile,
             (
-                *map(rows_of, (q, k, v, out)),
+                *operands_of(mode, tile, q, k, v),
+                rows_of(out),
                 stats_of(lse),
                 inputs.sink,
                 *sequences_of(p, inputs),
                 modifiers_of(p, inputs),
                 sparsity.blocks,
                 captured_by(inputs),
-                mode_of(p, tile, q, k, v, functions=functions_of(p, inputs), sparsity=sparsity),
+                mode,
                 p.group,
                 tile.block_m,
                 tile.block_n,

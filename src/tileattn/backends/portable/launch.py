@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tileattn.backends.portable import tuning
 from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
@@ -25,10 +27,11 @@ class Mode(NamedTuple):
     """What a kernel is compiled for, every field a tl.constexpr.
 
     plain: scores are q.k times a positive scale, so that the scale folds into the exponent. exact: float32 inputs.
-    precision: of float32 products. tma: walk through tensor descriptors. pad: a head dim is smaller than its block.
-    left, right: the window bounds that side. score_mod, score_derivative, mask_mod: functions, or None. ranges: walks
-    go through ranges of tiles, some of which need no mask; else through lists (see Sparsity), or one range that needs
-    it. listed, kinds: see Sparsity.
+    precision: of float32 products. tma: rows are loaded through tensor descriptors made on the "host", through such as
+    kernels make on the "device" (of packed sequences: rows past the end of one must be zeros), or not ("").
+    pad: a head dim is smaller than its block. left, right: the window bounds that side. score_mod, score_derivative,
+    mask_mod: functions, or None. ranges: walks go through ranges of tiles, some of which need no mask; else through
+    lists (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
     """
 
     dim: Any
@@ -74,6 +77,7 @@ def mode_of(
     p = problem
     block_dim, block_dim_v = block_dim_of(p.head_dim), block_dim_of(p.head_dim_v)
     left, right = window_of(p)
+    ranges = tile.ranges or (left < 0 and right < 0)
     return _mode(
         p.head_dim,
         p.head_dim_v,
@@ -82,12 +86,12 @@ def mode_of(
         p.scale > 0.0 and not (p.softcap or p.has_bias or p.has_alibi or p.score_mod),
         p.dtype == torch.float32,
         _precision(p),
-        tile.descriptors and all(map(_fits_descriptor, tensors)),
+        ("device" if p.varlen else "host") if tile.descriptors and all(map(_fits_descriptor, tensors)) else "",
         (block_dim, block_dim_v) != (p.head_dim, p.head_dim_v),
         left >= 0,
         right >= 0,
         *functions,
-        not (sparsity.listed or p.has_mask or p.mask_mod),
+        ranges and not (sparsity.listed or p.has_mask or p.mask_mod),
         sparsity.listed,
         sparsity.kinds,
     )
@@ -102,9 +106,39 @@ def block_dim_of(head_dim: int) -> int:
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    """A tensor descriptor wants all but the last dim at multiples of 16 bytes."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1])
+    """A tensor descriptor wants all but the last dim at multiples of 16 bytes, and elements apart."""
+    unit = 16 // x.element_size()
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in _strides_of(x))
+
+
+def _strides_of(x: Tensor) -> list[int]:
+    """Of all dims but the last. Along a dim of size 1 any will do: one that descriptors take."""
+    return [16 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+
+
+class _Descriptor(TensorDescriptor):
+    def __post_init__(self) -> None:
+        """_fits_descriptor has seen to what is checked here."""
+
+
+class _Address(int):
+    """What a descriptor asks of its tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def operands_of(mode: Mode, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> list[Any]:
+    """The tensors that a kernel loads in blocks of rows, as it takes them."""
+    pairs = (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), *((x, tile.block_m) for x in like_q)
+    return [_descriptor(x, block) if mode.tma.value == "host" else rows_of(x) for x, block in pairs]
+
+
+def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    batch, seqlen, heads, dim = x.shape
+    stride_batch, stride_row, stride_head = _strides_of(x)
+    strides = [stride_batch, stride_head, stride_row, 1]
+    return _Descriptor(x, [batch, heads, seqlen, dim], strides, [1, 1, block, block_dim_of(dim)])
 
 
 def window_of(problem: Problem) -> tuple[int, int]:
@@ -215,16 +249,16 @@ class Launcher:
             *[(x.dtype, x.shape, x.stride(), at % 16) for x, at in zip(tensors, self.addresses, strict=True)],
         )
 
-    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: str = "") -> None:
-        """Launch a kernel. describe(inputs, *others, *outputs) tells how; the layout of outputs, and which are None,
-        follow from what this launcher was made of, and from the role of a kernel that has several."""
+    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
+        """Launch a kernel. describe(inputs, *others, *outputs) tells how; its tiles, the layout of outputs, and which
+        are None, follow from what this launcher was made of, and from the role of a kernel that has several."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 self._launch(kernel, role, describe, outputs)
         else:
             self._launch(kernel, role, describe, outputs)
 
-    def _launch(self, kernel: Any, role: str, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
+    def _launch(self, kernel: Any, role: Any, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
         triton.set_allocator(allocate)
         key = kernel.fn, role, tuning._lookup  # which a search for tiles exchanges
         kept = self.kept.get(key)
@@ -273,7 +307,8 @@ class Kept(NamedTuple):
     """A launch to repeat with other addresses, of tensors by their number.
 
     pointers: (place in args, tensor). opened: (place in args, tensor, rest), of a tuple that begins with a pointer.
-    tuples: (place in args, fields of such a tuple, [(field, tensor), ...]), of any other.
+    tuples: (place in args, fields of such a tuple, [(field, tensor), ...]), of any other. descriptors: (place in args,
+    tensor, such a descriptor).
     """
 
     run: Callable[..., None]
@@ -281,13 +316,17 @@ class Kept(NamedTuple):
     pointers: list[tuple[int, int]]
     opened: list[tuple[int, int, tuple[Any, ...]]]
     tuples: list[tuple[int, list[Any], list[tuple[int, int]]]]
+    descriptors: list[tuple[int, int, TensorDescriptor]]
 
     @staticmethod
     def of(compiled: Any, launch: Launch, number: dict[int, int]) -> Kept:
-        kept = Kept(compiled[(launch.programs, 1, 1)], list(launch.args), [], [], [])
+        kept = Kept(compiled[(launch.programs, 1, 1)], list(launch.args), [], [], [], [])
         for i, arg in enumerate(launch.args):
             if isinstance(arg, Tensor):
                 kept.pointers.append((i, number[id(arg)]))
+                kept.args[i] = None
+            elif isinstance(arg, TensorDescriptor):
+                kept.descriptors.append((i, number[id(arg.base)], replace(arg, base=None)))
                 kept.args[i] = None
             elif isinstance(arg, tuple):
                 fields = [(j, number[id(x)]) for j, x in enumerate(arg) if isinstance(x, Tensor)]
@@ -310,6 +349,8 @@ class Kept(NamedTuple):
             for j, number in fields:
                 values[j] = addresses[number]
             args[i] = tuple(values)
+        for i, number, like in self.descriptors:
+            args[i] = _Descriptor(_Address(addresses[number]), like.shape, like.strides, like.block_shape)
         self.run(*args)
 
 

@@ -114,7 +114,7 @@ def list_tiles(launcher: Launcher, problem: Problem, inputs: Inputs, tile: Tile,
         )
 
     lists = kinds.new_empty((batch, heads, rows, 3 + length), dtype=torch.int32)  # kernels look one place ahead
-    launcher.launch(list_kernel, describe, lists, role=along)
+    launcher.launch(list_kernel, describe, lists, role=(along, tile))
     return lists
 
 

@@ -16,7 +16,8 @@ class Tile(NamedTuple):
     """block_m query rows by block_n key rows.
 
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
-    more programs fit on a multiprocessor; 0 leaves it to the compiler.
+    more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
+    their own. dv: backward_kv computes dk alone, and a second launch dv with this tile.
     """
 
     block_m: int
@@ -25,6 +26,8 @@ class Tile(NamedTuple):
     num_stages: int
     descriptors: bool = False
     registers: int = 0
+    ranges: bool = True
+    dv: Tile | None = None
 
 
 # head_dim at most -> tile, for 16-bit dtypes
@@ -32,7 +35,7 @@ Table = dict[Kernel, dict[int, Tile]]
 HOPPER: Table = {
     "forward": {
         64: Tile(64, 128, 4, 2, True),
-        128: Tile(128, 64, 8, 2, True, 128),
+        128: Tile(64, 64, 4, 3, True),
         256: Tile(128, 64, 8, 2, True),
         512: Tile(64, 32, 8, 1),
         1024: Tile(16, 32, 8, 1),
@@ -40,12 +43,12 @@ HOPPER: Table = {
     "backward_kv": {
         64: Tile(64, 64, 4, 3, True),
         128: Tile(64, 64, 4, 2, True),
-        256: Tile(64, 64, 8, 2, True),
+        256: Tile(64, 128, 8, 1, True, ranges=False, dv=Tile(64, 128, 8, 2, True)),
         512: Tile(16, 64, 8, 1),
         1024: Tile(16, 16, 8, 1),
     },
     "backward_q": {
-        64: Tile(128, 64, 8, 3),
+        64: Tile(64, 64, 4, 2, True),
         128: Tile(64, 64, 4, 2, True),
         256: Tile(128, 32, 8, 2, True),
         512: Tile(64, 16, 8, 1),

@@ -79,12 +79,14 @@ def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
     """Which columns the rows see, of the tile that begins at start_m and start_n; rows and cols broadcast against each
     other, either way round."""
     shift = in_head.seqlen_k - in_head.seqlen_q
-    last = in_head.seqlen_k - 1
+    seen = cols < in_head.seqlen_k
     if mode.right:
-        last = tl.minimum(rows + shift + seqs.window_right, last)
-    seen = cols <= last
+        if rows.shape[0] == 1:
+            seen = seen & (cols - (shift + seqs.window_right) <= rows)
+        else:
+            seen = cols <= tl.minimum(rows + shift + seqs.window_right, in_head.seqlen_k - 1)
     if mode.left:
-        seen = seen & (cols >= rows + shift - seqs.window_left)
+        seen = seen & (cols - (shift - seqs.window_left) >= rows)
     allowed = seen
     if mods.mask is not None:
         mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head)

@@ -109,21 +109,28 @@ def base_of(x, batch, head, start):
 @triton.jit
 def open_rows(x, batch, head, start, length, mode, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """One head of one sequence, to be walked through with `load_rows`: a tensor descriptor, or pointers."""
-    base = base_of(x, batch, head, start)
-    stride_row = stride(x.stride_row, x.align)
-    if mode.tma:
-        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), DIM], [stride_row, 1], [BLOCK, BLOCK_DIM])
+    if mode.tma == "host":
+        return x, batch, head
     else:
-        offs = tl.arange(0, BLOCK)[:, None]
-        dims = tl.arange(0, BLOCK_DIM)[None, :]
-        stride_row = stride_row.to(tl.int64)
-        return base + offs * stride_row + dims, offs, dims < DIM, stride_row, length
+        base = base_of(x, batch, head, start)
+        stride_row = stride(x.stride_row, x.align)
+        if mode.tma == "device":
+            return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), DIM], [stride_row, 1], [BLOCK, BLOCK_DIM])
+        else:
+            offs = tl.arange(0, BLOCK)[:, None]
+            dims = tl.arange(0, BLOCK_DIM)[None, :]
+            stride_row = stride_row.to(tl.int64)
+            return base + offs * stride_row + dims, offs, dims < DIM, stride_row, length
 
 
 @triton.jit
 def load_rows(rows, first, mode, CHECK: tl.constexpr):
     """Rows first to first + BLOCK, [BLOCK, BLOCK_DIM]; zeros beyond head_dim and, with CHECK, beyond the sequence."""
-    if mode.tma:
+    if mode.tma == "host":
+        descriptor, batch, head = rows
+        block = descriptor.load([batch, head, first, 0])
+        return block.reshape(block.shape[2], block.shape[3])
+    elif mode.tma == "device":
         return rows.load([first, 0])
     else:
         ptrs, offs, in_dims, stride_row, length = rows
