@@ -22,6 +22,8 @@ from oracle import (
 )
 
 from tileattn.backends import portable
+from tileattn.backends.portable import search
+from tileattn.backends.portable.tuning import Tile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,3 +162,18 @@ def test_every_element_is_written():
         gradients = portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs))
     for x in (*forward, *(g for g in gradients if g is not None)):
         assert not x.isnan().any()
+
+
+def test_search_for_tiles_compiles_checks_and_times(monkeypatch):
+    monkeypatch.setattr(search, "SIZES", (search.Size(512, True),))
+    monkeypatch.setattr(search, "TOKENS", 1024)
+    tile, too_large = Tile(64, 64, 4, 2), Tile(256, 256, 4, 8)
+    trials = [search.Trial(work, 64, t) for work in ("forward", "backward_k") for t in (tile, too_large)]
+    found = {timed.trial: timed for timed in search.search(trials, torch.bfloat16, 1)}
+    for trial, timed in found.items():
+        if trial.tile == tile:
+            assert timed.fault is None
+            assert 0 < timed.ms[0] < 100
+        else:
+            assert "OutOfResources" in timed.fault
+            assert timed.ms == []

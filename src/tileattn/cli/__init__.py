@@ -1,4 +1,4 @@
-"""The command `tileattn`: demo, bench, explain, env."""
+"""The command `tileattn`: demo, bench, explain, env, tune."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import tileattn
-from tileattn.cli import bench, demo, env, explain
+from tileattn.cli import bench, demo, env, explain, tune
 from tileattn.cli.console import UserError
 
 DESCRIPTION = """\
@@ -16,6 +16,7 @@ Exact attention without the seqlen x seqlen matrix.
   tileattn explain   which backend and tiles would serve a shape, and how many bytes that moves (computes nothing)
   tileattn env       what is installed, what the hardware is, which backends can be used and why not
   tileattn bench     time tileattn, standard attention and PyTorch's SDPA on shapes of yours
+  tileattn tune      find the fastest tiles of the Triton kernels on your GPU
   tileattn demo      read a document with a language model three ways and compare them
 """
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tileattn {tileattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (demo, bench, explain, env):
+    for module in (demo, bench, explain, env, tune):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     try:

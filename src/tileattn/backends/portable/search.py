@@ -1,24 +1,39 @@
-"""Search for tiles on the GPU at hand: compile candidates in parallel, check them against the default, time them."""
+"""Search for tiles on the GPU at hand: compile candidates in parallel, check and time them beside the tiles in use."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
-import json
 import multiprocessing
 import statistics
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from tileattn.backends import portable
 from tileattn.backends.portable import tuning
+from tileattn.backends.portable.backward import _Backward
+from tileattn.backends.portable.launch import block_dim_of
+from tileattn.backends.portable.tuned import Entry
 from tileattn.backends.portable.tuning import Kernel, Tile
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 
-WANTED = {"backward_kv": Wanted(False, True, True), "backward_q": Wanted(True, False, False)}
+# What to find tiles for. dk and dv can come from one launch (backward_kv) or from two.
+Work = Literal["forward", "backward_kv", "backward_k", "backward_v", "backward_q"]
+WANTED = {
+    "backward_kv": Wanted(False, True, True),
+    "backward_k": Wanted(False, True, False),
+    "backward_v": Wanted(False, False, True),
+    "backward_q": Wanted(True, False, False),
+}
+
+
+class Trial(NamedTuple):
+    work: Work
+    head_dim: int
+    tile: Tile
 
 
 class Size(NamedTuple):
@@ -26,15 +41,167 @@ class Size(NamedTuple):
     causal: bool
 
 
-class Trial(NamedTuple):
-    kernel: Kernel
-    head_dim: int
-    tile: Tile
+class Timed(NamedTuple):
+    """A trial and its milliseconds at each of SIZES; none if it is faulty."""
+
+    trial: Trial
+    ms: list[float]
+    fault: str | None = None
 
 
 # the sizes to time at, each of TOKENS tokens with heads * head_dim = WIDTH
 SIZES = tuple(Size(n, causal) for n, causal in itertools.product((1024, 4096, 16384), (False, True)))
 TOKENS, WIDTH = 16384, 2048
+
+
+def trials_for(head_dims: list[int], dtype: torch.dtype, device: torch.device) -> list[Trial]:
+    """The tiles in use, and what else may be worth a try."""
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    descriptors = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return [
+        Trial(work, head_dim, tile)
+        for head_dim in head_dims
+        for work in get_args(Work)
+        for tile in dict.fromkeys(
+            [
+                *_in_use(work, device, dtype, head_dim),
+                *candidates(work, head_dim, dtype.itemsize, shared, descriptors and dtype.itemsize == 2),
+            ]
+        )
+    ]
+
+
+def _in_use(work: Work, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Tile]:
+    tile = tuning._lookup(device, dtype, head_dim, kernel_of(work))
+    alone, dv = tile._replace(dv=None), tile.dv
+    if work in ("backward_k", "backward_v"):
+        return [] if dv is None else [alone if work == "backward_k" else dv]
+    return [alone] if dv is None else []
+
+
+def kernel_of(work: Work) -> Kernel:
+    return work if work in ("forward", "backward_q") else "backward_kv"
+
+
+def candidates(work: Work, head_dim: int, itemsize: int, shared: int, descriptors: bool) -> Iterator[Tile]:
+    """Tiles whose operands fit in shared memory, and whose sums and scores fit in registers and fill some."""
+    dim = block_dim_of(head_dim)
+    by_key = kernel_of(work) == "backward_kv"
+    operands = 1 if work in ("forward", "backward_v") else 2  # that stay, of as many rows as the sums
+    sums = 2 if work == "backward_kv" else 1
+    scores = 1 if work in ("forward", "backward_v") else 2
+    blocks = (16, 32, 64, 128)
+    for block_m, block_n, num_warps, num_stages in itertools.product(blocks, blocks, (4, 8), (1, 2, 3)):
+        stays, passes = (block_n, block_m) if by_key else (block_m, block_n)
+        bytes_held = itemsize * dim * (operands * stays + 2 * passes * num_stages)
+        registers = (sums * stays * dim + scores * block_m * block_n) / (32 * num_warps)
+        if bytes_held <= shared and 32 <= registers <= 224:
+            yield Tile(block_m, block_n, num_warps, num_stages, descriptors)
+            if by_key and registers > 128:  # two loops may be one too many for the registers
+                yield Tile(block_m, block_n, num_warps, num_stages, descriptors, ranges=False)
+
+
+def search(
+    trials: list[Trial], dtype: torch.dtype, workers: int, step: Callable[[str], None] = lambda _: None
+) -> list[Timed]:
+    """Compile every trial in `workers` processes, drop the faulty, time the rest in turns. step is told what is done,
+    `steps` times."""
+    faults: dict[Trial, str | None] = {}
+    with _mapping(workers) as mapping:
+        for trial, fault in zip(trials, mapping(compile_trial, trials, itertools.repeat(dtype)), strict=True):
+            step(f"compiled {_named(trial)}")
+            faults[trial] = fault
+    found = []
+    for _, group in itertools.groupby(trials, key=lambda trial: trial[:2]):
+        good = []
+        for trial in group:
+            step(f"checking {_named(trial)}")
+            fault = faults[trial] or check_trial(trial, dtype)
+            if fault is None:
+                good.append(trial)
+            else:
+                found.append(Timed(trial, [], fault))
+        times: dict[Trial, list[float]] = {trial: [] for trial in good}
+        for size in SIZES:
+            for trial, ms in time_trials(good, size, dtype, step).items():
+                times[trial].append(ms)
+        found += [Timed(trial, ms) for trial, ms in times.items()]
+    return found
+
+
+def steps(trials: list[Trial]) -> int:
+    """How many times `search` calls step, if no trial is faulty."""
+    return (2 + len(SIZES)) * len(trials)
+
+
+def _named(trial: Trial) -> str:
+    tile = trial.tile
+    return f"{trial.work} head_dim {trial.head_dim}, {tile.block_m} x {tile.block_n}, {tile.num_warps} warps"
+
+
+@contextlib.contextmanager
+def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
+    """map, over processes unless there is to be one alone."""
+    if workers == 1:
+        yield map
+    else:
+        with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            yield pool.map
+
+
+def compile_trial(trial: Trial, dtype: torch.dtype) -> str | None:
+    """Fill Triton's cache. None: good; otherwise what went wrong."""
+    try:
+        for causal in (False, True):
+            _small(trial, _lookup_of(trial), dtype, causal)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()[:100]}"
+    return None
+
+
+def check_trial(trial: Trial, dtype: torch.dtype) -> str | None:
+    """Compare a trial with the tile in use."""
+    for causal in (False, True):
+        expected = _small(trial, tuning._lookup, dtype, causal)
+        for x, y in zip(_small(trial, _lookup_of(trial), dtype, causal), expected, strict=True):
+            error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+            if not error < 1e-2:
+                return f"error {error:.1e}"
+    return None
+
+
+def time_trials(trials: list[Trial], size: Size, dtype: torch.dtype, step: Callable[[str], None]) -> dict[Trial, float]:
+    """Milliseconds of each on the GPU, the better of two turns, so that a slow moment of the machine harms none."""
+    times: dict[Trial, float] = {}
+    if trials:
+        problem, inputs = _call(size, trials[0].head_dim, dtype)
+    for trial in 2 * trials:
+        if trial not in times:
+            step(f"timing {_named(trial)} at {size.seqlen}")
+        ms = _time(_runner(trial.work, _lookup_of(trial), problem, inputs))
+        times[trial] = min(times.get(trial, ms), ms)
+    return times
+
+
+Lookup = Callable[[torch.device, torch.dtype, int, Kernel], Tile]
+
+
+def _lookup_of(trial: Trial) -> Lookup:
+    """The trial's tile, and those in use for other kernels."""
+    in_use = tuning._lookup
+
+    def lookup(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Kernel) -> Tile:
+        return trial.tile if kernel == kernel_of(trial.work) else in_use(device, dtype, head_dim, kernel)
+
+    return lookup
+
+
+def _small(trial: Trial, lookup: Lookup, dtype: torch.dtype, causal: bool) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    problem, inputs = _call(Size(2048, causal), trial.head_dim, dtype, 2048)
+    return _runner(trial.work, lookup, problem, inputs)()
 
 
 def _call(size: Size, head_dim: int, dtype: torch.dtype, tokens: int = TOKENS) -> tuple[Problem, Inputs]:
@@ -43,117 +210,67 @@ def _call(size: Size, head_dim: int, dtype: torch.dtype, tokens: int = TOKENS) -
     return Problem.of(q, k, v, causal=size.causal)
 
 
-def _runner(trial: Trial, problem: Problem, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """A function that launches what the trial is about, with its tile and the default ones for the rest."""
-    default = tuning._lookup
-
-    def lookup(device: Any, dtype: Any, head_dim: int, kernel: Kernel) -> Tile:
-        return trial.tile if kernel == trial.kernel else default(device, dtype, head_dim, kernel)
+def _runner(work: Work, lookup: Lookup, problem: Problem, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A function that launches the work with tiles that lookup gives."""
+    if work != "forward":
+        saved: Forward = portable.forward(problem, inputs)
+        launches = _Backward(problem, inputs, saved, torch.randn_like(saved.out), None)
 
     def run() -> tuple[torch.Tensor, ...]:
-        tuning._lookup = lookup  # type: ignore[assignment]
+        in_use, tuning._lookup = tuning._lookup, lookup  # type: ignore[assignment]
         try:
-            if trial.kernel == "forward":
+            if work == "forward":
                 return tuple(portable.forward(problem, inputs))
-            return tuple(g for g in launch(WANTED[trial.kernel]) if g is not None)
+            return tuple(g for g in launches.gradients(WANTED[work]) if g is not None)
         finally:
-            tuning._lookup = default
+            tuning._lookup = in_use
 
-    if trial.kernel != "forward":
-        from tileattn.backends.portable.backward import _Backward
-
-        saved: Forward = portable.forward(problem, inputs)
-        launch = _Backward(problem, inputs, saved, torch.randn_like(saved.out), None).gradients
     return run
 
 
-def _small(trial: Trial, dtype: torch.dtype, causal: bool) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(0)
-    problem, inputs = _call(Size(2048, causal), trial.head_dim, dtype, 2048)
-    return _runner(trial, problem, inputs)()
-
-
-def _compile(trial: Trial, dtype: torch.dtype) -> str | None:
-    """Fill Triton's cache. None: good; otherwise what went wrong."""
-    try:
-        for causal in (False, True):
-            _small(trial, dtype, causal)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip()[:100]}"
-    return None
-
-
-def _check(trial: Trial, dtype: torch.dtype) -> str | None:
-    """Compare a trial with the default tile."""
-    problem, _ = _call(SIZES[0], trial.head_dim, dtype, 1024)
-    default = trial._replace(tile=tuning.tile_for(problem, trial.kernel))
-    for causal in (False, True):
-        for x, y in zip(_small(trial, dtype, causal), _small(default, dtype, causal), strict=True):
-            error = ((x.float() - y.float()).norm() / y.float().norm()).item()
-            if not error < 1e-2:
-                return f"error {error:.1e}"
-    return None
-
-
-def _time(run: Callable[[], Any], budget_ms: float = 30.0) -> float:
-    """Median milliseconds of a launch, over about budget_ms."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _time(run: Callable[[], Any], budget_ms: float = 15.0) -> float:
+    """Milliseconds on the GPU, whatever the CPU takes to launch: the median replay of a CUDA graph."""
     run()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    repeats = max(3, min(50, int(budget_ms / start.elapsed_time(end))))
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for begin, finish in pairs:
-        begin.record()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         run()
-        finish.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(finish) for begin, finish in pairs)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < budget_ms and len(times) < 50):
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        events[1].synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return statistics.median(times)
 
 
-def search(trials: list[Trial], dtype: torch.dtype, workers: int, log: Any = sys.stdout) -> list[dict[str, Any]]:
-    """Rows of {kernel, head_dim, tile, seqlen, causal, ms}; faulty trials have `fault` instead of times."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        faults = list(pool.map(_compile, trials, itertools.repeat(dtype)))
-    rows: list[dict[str, Any]] = []
-    for (head_dim, kernel), group in itertools.groupby(
-        zip(trials, faults, strict=True), key=lambda pair: (pair[0].head_dim, pair[0].kernel)
-    ):
-        print(f"{kernel} head_dim {head_dim}: " + " ".join(f"{s.seqlen}{'c' * s.causal}" for s in SIZES), file=log)
-        good = []
-        for trial, compile_fault in group:
-            fault = compile_fault or _check(trial, dtype)
-            if fault:
-                rows.append({"kernel": kernel, "head_dim": head_dim, "tile": trial.tile, "fault": fault})
-                print(f"  {tuple(trial.tile)}: {fault}", file=log)
-            else:
-                good.append(trial)
-        times: dict[Trial, list[float]] = {trial: [] for trial in good}
-        for size in SIZES:
-            problem, inputs = _call(size, head_dim, dtype)
-            runners = [_runner(trial, problem, inputs) for trial in good]
-            for trial, run in zip(good, runners, strict=True):
-                ms = _time(run)
-                times[trial].append(ms)
-                rows.append({"kernel": kernel, "head_dim": head_dim, "tile": trial.tile, **size._asdict(), "ms": ms})
-        for trial in sorted(good, key=lambda t: statistics.geometric_mean(times[t])):
-            print(f"  {tuple(trial.tile)!s:40} " + " ".join(f"{ms:7.3f}" for ms in times[trial]), file=log, flush=True)
-    return rows
+class Best(NamedTuple):
+    """A tile found, and how many times as fast it is as the one in use, by geometric means over SIZES."""
+
+    entry: Entry
+    gain: float
 
 
-def main(arguments: list[str]) -> None:
-    """candidates.json ([[kernel, head_dim, [tile...]], ...]), results.json, number of compiling processes."""
-    candidates, results, workers = arguments
-    with open(candidates) as file:
-        trials = [Trial(kernel, head_dim, Tile(*tile)) for kernel, head_dim, tile in json.load(file)]
-    rows = search(trials, torch.bfloat16, int(workers))
-    with open(results, "w") as file:
-        json.dump(rows, file)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def best(found: list[Timed], dtype: torch.dtype, in_use: Callable[[Kernel, int], Tile]) -> list[Best]:
+    """The fastest tile for each kernel and head dim; for backward_kv one that does both, or one each for dk and dv."""
+    name = str(dtype).removeprefix("torch.")
+    chosen = []
+    for head_dim in dict.fromkeys(timed.trial.head_dim for timed in found):
+        of = {work: [t for t in found if t.trial[:2] == (work, head_dim) and t.ms] for work in get_args(Work)}
+        apart = [
+            (k.trial.tile._replace(dv=v.trial.tile), [x + y for x, y in zip(k.ms, v.ms, strict=True)])
+            for k, v in itertools.product(of["backward_k"], of["backward_v"])
+        ]
+        options: dict[Kernel, list[tuple[Tile, list[float]]]] = {
+            "forward": [(t.trial.tile, t.ms) for t in of["forward"]],
+            "backward_kv": [(t.trial.tile, t.ms) for t in of["backward_kv"]] + apart,
+            "backward_q": [(t.trial.tile, t.ms) for t in of["backward_q"]],
+        }
+        for kernel, tiles in options.items():
+            means = {tile: statistics.geometric_mean(ms) for tile, ms in tiles}
+            if means:
+                fastest = min(means, key=means.__getitem__)
+                before = means.get(in_use(kernel, head_dim), float("nan"))
+                chosen.append(Best(Entry(kernel, name, head_dim, fastest), before / means[fastest]))
+    return chosen

@@ -1,8 +1,12 @@
-"""Tiles by chip, head dim, dtype and direction. Data, not code: `tile_for` only looks them up."""
+"""Tiles by chip, head dim, dtype and direction. Data, not code: `tile_for` only looks them up.
+
+TILEATTN_TILES=FILE adds those of a file that `tileattn tune` wrote, on GPUs of the name that it was written on.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Literal, NamedTuple
 
 import torch
@@ -107,8 +111,20 @@ def _lookup(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Ker
 def table_for(device: torch.device, dtype: torch.dtype) -> Table:
     if device.type == "cpu":
         return INTERPRETER
+    table = DEFAULT
     if dtype == torch.float32:
-        return FLOAT32
-    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
-        return HOPPER
-    return DEFAULT
+        table = FLOAT32
+    elif torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        table = HOPPER
+    found = _tuned(torch.cuda.get_device_name(device), dtype == torch.float32)
+    return {kernel: by_dim | found.get(kernel, {}) for kernel, by_dim in table.items()}
+
+
+def _tuned(device: str, float32: bool) -> Table:
+    path = os.environ.get("TILEATTN_TILES")
+    if not path:
+        return {}
+    from tileattn.backends.portable import tuned
+
+    file = tuned.read(path)
+    return file.tables.get(float32, {}) if file.device == device else {}
