@@ -29,6 +29,10 @@ SIGNATURES = {
     "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {COMMON}, block_table=None",
     "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {COMMON}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {COMMON}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
     "_flash_attn_forward": "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, "
     "alibi_slopes, return_softmax",
     "_flash_attn_varlen_forward": f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
@@ -206,6 +210,80 @@ def test_parts_of_the_keys_combine_as_ring_attention_combines_them():
     torch.testing.assert_close(dq, want[0])
 
 
+def cached(seqlen_q=3, new=3):
+    """q, caches, new k and v, and the lengths of the cached sequences."""
+    caches = torch.randn(2, B, 32, HK, D)
+    q, k, v = torch.randn(B, seqlen_q, H, D), torch.randn(B, new, HK, D), torch.randn(B, new, HK, D)
+    return (q, *caches.unbind(0), k, v), torch.tensor([20, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("package", [flash_attn, flash_attn_interface])
+@pytest.mark.parametrize("num_splits", [0, 1, 5])
+def test_cached_keys(package, num_splits):
+    args, lengths = cached()
+    ours = tuple(x.clone() for x in args)
+    out, lse = package.flash_attn_with_kvcache(
+        *args, cache_seqlens=lengths, causal=True, window_size=(11, 5), num_splits=num_splits, return_softmax_lse=True
+    )
+    expected = tileattn.attention_with_kvcache(
+        *ours, cache_seqlens=lengths, causal=True, window=(11, 5), return_lse=True
+    )
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+    assert torch.equal(args[1], ours[1])
+    assert not out.requires_grad
+
+
+def test_cached_keys_a_row_that_sees_nothing_has_lse_plus_infinity():
+    (q, k_cache, v_cache, _, _), lengths = cached()
+    lengths[1] = 0
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, return_softmax_lse=True)
+    assert (lse[1] == float("inf")).all()
+    assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cached_keys_and_rotary_embedding(causal, interleaved):
+    """Neither causal nor windowed, flash_attn turns all rows of q by the angle of one position."""
+    args, lengths = cached()
+    angle = torch.rand(40, 4) * 6
+    cos, sin = angle.cos(), angle.sin()
+    q, k_cache, v_cache, k, v = (x.clone() for x in args)
+    out = flash_attn.flash_attn_with_kvcache(*args, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
+    if causal:
+        q = rotary.apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=lengths)
+    else:
+        rows = [
+            rotary.apply_rotary_emb(q[:, i : i + 1], cos, sin, interleaved, seqlen_offsets=lengths) for i in range(3)
+        ]
+        q = torch.cat(rows, 1)
+    k = rotary.apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lengths)
+    expected = tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=causal)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(args[1], k_cache)
+
+
+def test_flash_attn_3_counts_positions_from_rotary_seqlens_and_takes_packed_queries():
+    (q, k_cache, v_cache, k, v), lengths = cached()
+    angle = torch.rand(60, 4)
+    cos, sin = angle.cos(), angle.sin()
+    start = lengths + 9
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    ours = k_cache.clone(), v_cache.clone()
+    out = flash_attn_interface.flash_attn_with_kvcache(
+        *(x.flatten(0, 1) if i in (0, 3, 4) else x for i, x in enumerate((q, k_cache, v_cache, k, v))),
+        rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, rotary_seqlens=start, rotary_interleaved=False,
+        cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=3, causal=True,
+        scheduler_metadata=flash_attn_interface.get_scheduler_metadata(2, 3, 32, H, HK, D, lengths),
+    )  # fmt: skip
+    q, k = (rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=start) for x in (q, k))
+    expected = tileattn.attention_with_kvcache(q, *ours, k, v, cache_seqlens=lengths, causal=True)
+    torch.testing.assert_close(out, expected.flatten(0, 1))
+    with pytest.raises(NotImplementedError, match="qv"):
+        flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, qv=q)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_block_table_says_where_the_keys_are(page_size):
     (q, k, v), lengths = packed()
@@ -217,8 +295,18 @@ def test_a_block_table_says_where_the_keys_are(page_size):
             rows = torch.zeros(pages * page_size, HK, D)
             rows[: stop - start] = x[start:stop].detach()
             paged[table[b].long()] = rows.view(pages, page_size, HK, D)
-    out = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, *lengths, causal=True, block_table=table)
-    torch.testing.assert_close(out, flash_attn.flash_attn_varlen_func(q, k, v, *lengths, causal=True))
+    expected, expected_lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, *lengths, causal=True, return_attn_probs=True
+    )
+    args = q, k_pages, v_pages, *lengths
+    with torch.no_grad():  # from the cache
+        out = flash_attn.flash_attn_varlen_func(*args, causal=True, block_table=table)
+    torch.testing.assert_close(out, expected)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(*args, causal=True, block_table=table, return_attn_probs=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    out.sum().backward()
+    assert q.grad.abs().sum() > 0
 
 
 def test_only_used_rows_count():
@@ -390,6 +478,43 @@ with mock.patch.object(import_utils, "is_torch_cuda_available", lambda: True):
     assert import_utils.is_flash_attn_3_available()
     assert import_utils.is_flash_attn_greater_or_equal("2.4.1")
     assert not import_utils.is_flash_attn_4_available()
+""")
+
+
+def test_a_transformers_model_runs_with_flash_attention_2():
+    """Transformers itself would not use FlashAttention on a CPU: its checks of the device are told otherwise."""
+    pytest.importorskip("transformers")
+    run_python("""
+from unittest import mock
+import tileattn.compat
+tileattn.compat.install()
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import import_utils
+config = LlamaConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)
+torch.manual_seed(0)
+with (
+    mock.patch.object(import_utils, "is_torch_cuda_available", lambda: True),
+    mock.patch("transformers.modeling_utils.PreTrainedModel._flash_attn_can_dispatch", lambda *a, **k: True),
+):
+    import_utils.is_flash_attn_2_available.cache_clear()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    ids = torch.randint(3, 100, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        model.set_attn_implementation("flash_attention_2")
+        from tileattn.compat.flash_attn import flash_attn_interface
+        with mock.patch.object(
+            flash_attn_interface, "attention_varlen", side_effect=flash_attn_interface.attention_varlen
+        ) as ours:
+            got = model(ids, attention_mask=mask).logits
+assert ours.called
+torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=0.1, atol=0.05)
 """)
 
 

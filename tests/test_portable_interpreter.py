@@ -1,4 +1,4 @@
-"""Runs test_portable.py and test_codegen.py in Triton's interpreter, which must be chosen before Triton is imported."""
+"""Runs the tests of Triton kernels in its interpreter, which must be chosen before Triton is imported."""
 
 import os
 import subprocess
@@ -9,11 +9,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+SUITES = {"kernels": ("test_portable.py", "test_codegen.py"), "kvcache": ("test_kvcache_portable.py",)}
 
-def test_portable_backend_in_the_interpreter():
-    suites = [str(Path(__file__).with_name(name)) for name in ("test_portable.py", "test_codegen.py")]
+
+@pytest.mark.parametrize("suites", SUITES.values(), ids=SUITES)
+def test_portable_backend_in_the_interpreter(suites):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(str(Path(__file__).with_name(name)) for name in suites),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

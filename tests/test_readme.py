@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -15,9 +17,10 @@ def test_the_ten_lines_run():
     assert names["bias"].grad.abs().sum() > 0
 
 
-def test_the_example_of_mods_runs():
+@pytest.mark.parametrize("page", ["mods.md", "kvcache.md"])
+def test_the_first_example_of_a_page_runs(page):
     names = {}
-    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / "mods.md").read_text(), re.DOTALL).group(1), names)
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL).group(1), names)
     assert names["out"].isfinite().all()
 
 

@@ -5,6 +5,7 @@ from tileattn.block_mask import BlockMask
 from tileattn.dispatch import Explanation
 from tileattn.flops import register as _register_flops
 from tileattn.integrations.sdpa import register as _register_sdpa
+from tileattn.kvcache_api import attention_with_kvcache
 from tileattn.mods import trace_mask_mod, trace_score_mod
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "Explanation",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "explain",
     "trace_mask_mod",
     "trace_score_mod",

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from tileattn.block_mask import FULL, SKIPPED, of_scores
+from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.mods import Program
 from tileattn.philox import keep_mask
 from tileattn.problem import Inputs, Problem
+from tileattn.rotary import rotate
 
 
 class Reference(NamedTuple):
@@ -167,3 +169,57 @@ def _of_sequence(x: Tensor | None, b: int, len_q: int, len_k: int) -> Tensor | N
     rows = x.shape[2] if x.shape[2] == 1 else len_q
     cols = x.shape[3] if x.shape[3] == 1 else len_k
     return x[:, :, :rows, :cols]
+
+
+def standard_attention_with_kvcache(
+    problem: CacheProblem, inputs: CacheInputs, dtype: torch.dtype | None = None
+) -> Reference:
+    """`standard_attention` of each sequence to its cached keys, brought together, and the new ones. Changes nothing."""
+    outs, lses = [], []
+    for b in range(problem.batch):
+        q = _rows(inputs.q, inputs.cu_seqlens_q, b)
+        k, v, cached = _cached_keys(problem, inputs, b)
+        q = _turn(problem, inputs, q, cached)
+        mask = inputs.mask
+        if mask is not None:  # of the last keys
+            mask = torch.nn.functional.pad(_pick(mask, b), (len(k) - mask.shape[-1], 0), value=True)
+        one = Inputs(
+            q[None],
+            k[None],
+            v[None],
+            mask=_of_sequence(mask, 0, len(q), len(k)),
+            alibi_slopes=None if inputs.alibi_slopes is None else _pick(inputs.alibi_slopes, b),
+            sink=inputs.sink,
+        )
+        ref = _dense(problem.gathered(len(k)), one, dtype, first_batch=b)
+        outs.append(ref.out)
+        lses.append(ref.lse)
+    if problem.varlen:
+        return Reference(torch.cat(outs, dim=1)[0], torch.cat(lses, dim=-1)[0], None)
+    return Reference(torch.cat(outs), torch.cat(lses), None)
+
+
+def _rows(x: Tensor, cu_seqlens: Tensor | None, b: int) -> Tensor:
+    return x[b] if cu_seqlens is None else x[int(cu_seqlens[b]) : int(cu_seqlens[b + 1])]
+
+
+def _cached_keys(problem: CacheProblem, inputs: CacheInputs, b: int) -> tuple[Tensor, Tensor, int]:
+    """k and v of a sequence, and how many positions were taken before the new ones."""
+    pages = [b] if inputs.table is None else inputs.table[b].tolist()
+    cached = problem.seqlen_cache if inputs.cache_seqlens is None else int(inputs.cache_seqlens[b])
+    first = 0 if inputs.leftpad is None else int(inputs.leftpad[b])
+    in_use = pages[: -(-cached // problem.page_size)]
+    k, v = (cache[in_use].flatten(0, 1)[first:cached] for cache in (inputs.k_cache, inputs.v_cache))
+    if inputs.k is not None:
+        new = _turn(problem, inputs, _rows(inputs.k, inputs.cu_seqlens_k, b), cached)
+        new_v = new[..., : problem.head_dim_v] if inputs.v is None else _rows(inputs.v, inputs.cu_seqlens_k, b)
+        k, v = torch.cat([k, new]), torch.cat([v, new_v])
+    return k, v, cached
+
+
+def _turn(problem: CacheProblem, inputs: CacheInputs, x: Tensor, first: int) -> Tensor:
+    """x at positions first and after, turned by the rotary embedding if there is one."""
+    if inputs.rotary_cos is None or inputs.rotary_sin is None:
+        return x
+    at = slice(first, first + len(x))
+    return rotate(x, inputs.rotary_cos[at], inputs.rotary_sin[at], problem.rotary_interleaved)

@@ -49,3 +49,16 @@ def rotate_differentiable(
 ) -> Tensor:
     """`rotate`, with a gradient for x alone."""
     return _Rotary.apply(x, cos, sin, interleaved, conjugate)
+
+
+def positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None, advancing: bool = True) -> Tensor:
+    """Of each row, (batch or 1, seqlen) or, packed, (total,); all of a sequence at its offset when not advancing."""
+    if cu_seqlens is None:
+        start = offsets[:, None] if isinstance(offsets, Tensor) else offsets
+        rows = torch.arange(x.shape[1], device=x.device)[None]
+    else:
+        rows = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
+        start = offsets[sequence] if isinstance(offsets, Tensor) else offsets
+        rows = rows - cu_seqlens[sequence]
+    return (rows if advancing else rows * 0) + start

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 Direction = Literal["forward", "backward"]
@@ -41,3 +42,16 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Gradients:
         """dout like out, any strides; dlse like lse. None stands for zeros, but never for both."""
+
+
+class CacheBackend(Protocol):
+    """What a backend's module `kvcache` must offer to serve `attention_with_kvcache`. What the host cannot know of
+    lengths and tables (their values, on a GPU) is not trusted: nothing outside the caches is read or written."""
+
+    def supports(self, problem: CacheProblem) -> str | None:
+        """As `Backend.supports`."""
+
+    def append(self, append: Append) -> None: ...
+
+    def attend(self, problem: CacheProblem, inputs: CacheInputs) -> Forward:
+        """The new keys and values are in the cache already; inputs.k and v are not looked at."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tileattn.api import attention, attention_varlen
 from tileattn.compat.flash_attn.flash_attn_interface import _infinite, _options
+from tileattn.compat.kvcache import with_kvcache
 from tileattn.compat.packing import Packed, used_rows
 
 
@@ -140,6 +141,59 @@ def flash_attn_varlen_func(
         out = out.new_zeros((q.shape[0], *out.shape[1:])).index_copy(0, rows, out)
         lse = lse.new_full((lse.shape[0], q.shape[0]), float("inf")).index_copy(1, rows, lse)
     return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`tileattn.attention_with_kvcache` in FlashAttention-3's terms; rotary_seqlens (batch,): where positions begin
+    instead of cache_seqlens. Returns out, or (out, softmax_lse)."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    options = _options(softmax_scale, causal, window_size, softcap, None) | {
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": page_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+    }
+    if cu_seqlens_k_new is not None:
+        options["cu_seqlens_k"] = cu_seqlens_k_new
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    pair = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options, rotary_seqlens)
+    return pair if return_softmax_lse else pair[0]
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """What FlashAttention-3's kernels are told beforehand of the work; tileattn's find it out themselves."""
 
 
 def flash_attn_combine(

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import register_flash_attention_impl
 
 from tileattn import dispatch, ops
-from tileattn.compat.packing import Packed, paged_rows, used_rows
+from tileattn.compat.kvcache import with_kvcache
+from tileattn.compat.packing import Packed, used_rows
 from tileattn.problem import Forward, Problem, Wanted
 
 NAME = "tileattn"
@@ -78,19 +79,27 @@ def _forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """num_splits has no effect."""
+    """num_splits=1 keeps the keys of a paged cache together; otherwise it has no effect."""
     _refuse_debug_mask(return_debug_mask)
     options = _options(is_causal, window_size_left, window_size_right, scale) | {"alibi_slopes": alibi_slopes}
-    if cum_seq_q is not None:
-        keys = _keys(key, value, cum_seq_k, max_k, seqused_k, block_table)
-        key, value = keys.k, keys.v
-        options |= _varlen(cum_seq_q, keys.cu_seqlens, max_q, keys.max_seqlen)
-    elif seqused_k is not None or block_table is not None:
-        raise NotImplementedError("tileattn: seqused_k and block_table need packed queries (cum_seq_q)")
     rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if dropout_p > 0.0:
         torch.randint(-(2**63), 2**63 - 1, (1,), out=rng_state[:1])
-    out, lse = _attend((query, key, value), options, dropout_p, rng_state)
+    if cum_seq_q is None:
+        if seqused_k is not None or block_table is not None:
+            raise NotImplementedError("tileattn: seqused_k and block_table need packed queries (cum_seq_q)")
+        out, lse = _attend((query, key, value), options, dropout_p, rng_state)
+    elif block_table is not None:
+        if dropout_p > 0.0:
+            raise NotImplementedError("tileattn: dropout is not supported with block_table, which is for inference")
+        lengths = cum_seq_k.diff() if seqused_k is None and cum_seq_k is not None else seqused_k
+        options |= {"block_table": block_table, "cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+        nothing_new = None, None, None, None, False
+        out, lse = with_kvcache(query, key, value, *nothing_new, lengths, num_splits or 0, options)
+    else:
+        keys = _keys(key, value, cum_seq_k, max_k, seqused_k)
+        options |= _varlen(cum_seq_q, keys.cu_seqlens, max_q, keys.max_seqlen)
+        out, lse = _attend((query, keys.k, keys.v), options, dropout_p, rng_state)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     return _like(out, query), lse, rng_state.view(torch.uint64), unused.view(torch.uint64), query.new_empty(0)
 
@@ -252,25 +261,12 @@ def _varlen(cum_seq_q: Tensor, cum_seq_k: Tensor | None, max_q: int, max_k: int)
     return {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
-def _keys(
-    key: Tensor,
-    value: Tensor,
-    cum_seq_k: Tensor | None,
-    max_k: int,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-) -> Packed:
+def _keys(key: Tensor, value: Tensor, cum_seq_k: Tensor | None, max_k: int, seqused_k: Tensor | None) -> Packed:
     """The keys that count, packed."""
-    if cum_seq_k is None and seqused_k is not None:
-        cum_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
     if cum_seq_k is None:
-        raise TypeError("tileattn: cum_seq_k: got None, needed with cum_seq_q where seqused_k is not given")
-    if block_table is None:
-        packed = Packed(key, value, cum_seq_k, max_k)
-        return packed if seqused_k is None else used_rows(packed, None, seqused_k)
-    lengths = cum_seq_k.diff() if seqused_k is None else seqused_k
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    return paged_rows(Packed(key, value, cu_seqlens, max_k), block_table)
+        raise TypeError("tileattn: cum_seq_k: got None, needed with cum_seq_q where there is no block_table")
+    packed = Packed(key, value, cum_seq_k, max_k)
+    return packed if seqused_k is None else used_rows(packed, None, seqused_k)
 
 
 def _transposed(*tensors: Tensor) -> tuple[Tensor, ...]:

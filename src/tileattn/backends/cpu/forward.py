@@ -11,6 +11,7 @@ the textbook step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -32,65 +33,74 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     shape = (problem.num_heads, q.shape[0]) if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
     lse = q.new_empty(shape, dtype=problem.lse_dtype)
     todo, threads = stacks(problem, inputs)
-    blocks = _balanced(todo, threads)
-    splits = max(threads // max(_count(todo, blocks), 1), 1)
+    blocks = balanced(todo, threads)
+    splits = max(threads // max(count_blocks(todo, blocks), 1), 1)
     jobs = []
     for stack in todo:
-        head = _Head.of(stack, inputs, out, lse)
+        k, v = stack.keys(inputs.k), stack.keys(inputs.v)
+        head = Head.of(stack, inputs, partial(_part_of, k, v), out, lse)
         # with causality the last rows have the most to do, so they come first
-        for rows in reversed(_row_blocks(stack, blocks)):
-            tasks = [partial(_attend, head, blocks, rows, cols) for cols in _key_ranges(stack, rows, splits, blocks)]
-            jobs.append(workers.Job(tasks, partial(_finish, head, rows)))
+        last_first = reversed(row_blocks(stack, blocks))
+        jobs += [head.job(rows, key_ranges(stack, rows, splits, blocks), blocks) for rows in last_first]
     workers.run(jobs, threads)
     return Forward(out, lse)
 
 
-class _Head(NamedTuple):
+def _part_of(k: Tensor, v: Tensor, cols: range) -> tuple[Tensor, Tensor]:
+    return k[..., cols.start : cols.stop, :], v[..., cols.start : cols.stop, :]
+
+
+class Head(NamedTuple):
     """A stack, how it is scored, and its views of the tensors."""
 
     scores: Scores
     q: Tensor  # as `Stack.queries` says
-    k: Tensor  # as `Stack.keys` says
-    v: Tensor
+    keys: Callable[[range], tuple[Tensor, Tensor]]  # k and v of some columns, as `Stack.keys` says
     v_dtype: torch.dtype
     out: Tensor
     lse: Tensor  # as `Stack.statistics` says
 
     @staticmethod
-    def of(stack: Stack, inputs: Inputs, out: Tensor, lse: Tensor) -> _Head:
-        return _Head(
+    def of(
+        stack: Stack, inputs: Inputs, keys: Callable[[range], tuple[Tensor, Tensor]], out: Tensor, lse: Tensor
+    ) -> Head:
+        return Head(
             Scores(stack, inputs, stack.problem.lse_dtype),
             stack.queries(inputs.q),
-            stack.keys(inputs.k),
-            stack.keys(inputs.v),
+            keys,
             operand_dtype(stack.problem.dtype),
             stack.queries(out),
             stack.statistics(lse),
         )
 
+    def job(self, rows: range, ranges: list[range], blocks: Blocks) -> workers.Job:
+        """Attention of a block of rows to ranges of keys, each of which may be computed on its own."""
+        tasks = [partial(_attend, self, blocks, rows, cols) for cols in ranges]
+        return workers.Job(tasks, partial(_finish, self, rows))
 
-def _balanced(todo: list[Stack], threads: int) -> Blocks:
+
+def balanced(todo: list[Stack], threads: int) -> Blocks:
     """Blocks with so many rows that all threads have work to the end."""
-    blocks, count = tiling.BLOCKS, _count(todo, tiling.BLOCKS)
+    blocks, count = tiling.BLOCKS, count_blocks(todo, tiling.BLOCKS)
     while (
         threads > 1
         and blocks.rows > tiling.MIN_ROWS
         and (count < 2 * threads or (count % threads and count < tiling.BALANCE * threads))
     ):
         blocks = blocks._replace(rows=blocks.rows // 2)
-        count = _count(todo, blocks)
+        count = count_blocks(todo, blocks)
     return blocks
 
 
-def _row_blocks(stack: Stack, blocks: Blocks) -> list[range]:
+def row_blocks(stack: Stack, blocks: Blocks) -> list[range]:
     return stack.cuts(range(stack.seqlen_q), blocks.positions(stack.problem.group), blocks.align)
 
 
-def _count(todo: list[Stack], blocks: Blocks) -> int:
-    return sum(len(_row_blocks(stack, blocks)) for stack in todo)
+def count_blocks(todo: list[Stack], blocks: Blocks) -> int:
+    return sum(len(row_blocks(stack, blocks)) for stack in todo)
 
 
-def _key_ranges(stack: Stack, rows: range, splits: int, blocks: Blocks) -> list[range]:
+def key_ranges(stack: Stack, rows: range, splits: int, blocks: Blocks) -> list[range]:
     """Columns the rows see, in as many ranges as there are threads that would otherwise be idle."""
     window = tiling.Window.of(stack.problem, stack.seqlen_q, stack.seqlen_k)
     seen = tiling.overlap(range(stack.seqlen_k), window.columns(rows))
@@ -98,25 +108,26 @@ def _key_ranges(stack: Stack, rows: range, splits: int, blocks: Blocks) -> list[
     return cuts(seen, max(size, blocks.cols), len(seen)) if splits > 1 and len(seen) else [seen]
 
 
-def _attend(head: _Head, blocks: Blocks, rows: range, cols: range) -> OnlineSoftmax:
+def _attend(head: Head, blocks: Blocks, rows: range, cols: range) -> OnlineSoftmax:
     """Attention of a block of rows to a range of keys, not yet normalised."""
     scores, stack = head.scores, head.scores.stack
     columns = stack.cuts(cols, blocks.columns(math.prod(stack.lead) * len(rows) * stack.problem.group), blocks.align)
     tiles = [tile for block in columns for tile in scores.tiles(rows, block, blocks)]
-    places = [stack.place(tile, rows.start, 0) for tile in tiles]
+    places = [stack.place(tile, rows.start, cols.start) for tile in tiles]
+    k, v = head.keys(cols if tiles else range(cols.start, cols.start))
     if scores.plain:
         windows = [scores.windows(tile) for tile in tiles]
         where = head.q, scores.q_scale, rows.start, rows.stop
-        return OnlineSoftmax(scores, *attend(*where, head.k, head.v, head.v_dtype, places, windows))
+        return OnlineSoftmax(scores, *attend(*where, k, v, head.v_dtype, places, windows))
     q = stack.rows(head.q, rows, scores.dtype) * scores.q_scale
     softmax = OnlineSoftmax.empty(scores, q)
-    for tile, (r0, r1, _, _) in zip(tiles, places, strict=True):
-        k, v = stack.cols(head.k, tile.cols, scores.dtype), stack.cols(head.v, tile.cols, head.v_dtype)
-        softmax.step(tile, slice(r0, r1), q, k, v)
+    for tile, (r0, r1, c0, c1) in zip(tiles, places, strict=True):
+        some = range(c0, c1)
+        softmax.step(tile, slice(r0, r1), q, stack.cols(k, some, scores.dtype), stack.cols(v, some, head.v_dtype))
     return softmax
 
 
-def _finish(head: _Head, rows: range, parts: list[OnlineSoftmax]) -> None:
+def _finish(head: Head, rows: range, parts: list[OnlineSoftmax]) -> None:
     whole = parts[0]
     for part in parts[1:]:
         whole.merge(part)

@@ -107,18 +107,19 @@ def stacks(problem: Problem, inputs: Inputs) -> tuple[list[Stack], int]:
     work = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
     threads = workers.threads_for(work * (problem.head_dim + problem.head_dim_v))
     if not problem.varlen:
-        return _of_sequences(problem, range(problem.batch), problem.seqlen_q, problem.seqlen_k, 0, 0, threads), threads
+        return of_sequences(problem, range(problem.batch), problem.seqlen_q, problem.seqlen_k, 0, 0, threads), threads
     starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     found = []
     for b in range(problem.batch):
         (start_q, stop_q), (start_k, stop_k) = starts_q[b : b + 2], starts_k[b : b + 2]
-        found += _of_sequences(problem, range(b, b + 1), stop_q - start_q, stop_k - start_k, start_q, start_k, threads)
+        found += of_sequences(problem, range(b, b + 1), stop_q - start_q, stop_k - start_k, start_q, start_k, threads)
     return sorted(found, key=lambda stack: -stack.scores), threads
 
 
-def _of_sequences(
+def of_sequences(
     problem: Problem, batches: range, seqlen_q: int, seqlen_k: int, start_q: int, start_k: int, threads: int
 ) -> list[Stack]:
+    """The heads of sequences of one length."""
     scores = problem.group * seqlen_q * seqlen_k
     count = len(batches) * problem.num_heads_k
     size = 1 if scores > SMALL_SCORES else min(STACK_SCORES // max(scores, 1), math.ceil(count / threads))

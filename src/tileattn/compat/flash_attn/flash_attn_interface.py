@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tileattn import dispatch, ops
 from tileattn.api import attention, attention_varlen
+from tileattn.compat.kvcache import with_kvcache
 from tileattn.compat.packing import Packed, paged_rows, used_rows
 from tileattn.philox import keep_mask
 from tileattn.problem import Forward, Inputs, Problem, Wanted
@@ -70,10 +71,14 @@ def flash_attn_varlen_func(
 ) -> Any:
     """q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim), or with block_table (batch, max_blocks)
     (num_blocks, page_size, nheads_k, headdim), cu_seqlens_k then giving lengths. softmax_lse is (nheads, total_q)."""
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     packed = Packed(k, v, cu_seqlens_k, int(max_seqlen_k))
     if block_table is not None:
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if not (differentiable or return_attn_probs or dropout_p > 0.0):
+            where = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": int(max_seqlen_q)}
+            return with_kvcache(q, k, v, None, None, None, None, False, cu_seqlens_k.diff(), 0, options | where)[0]
         packed = paged_rows(packed, block_table)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     seed = _draw_seed(q) if dropout_p > 0.0 else None
     lengths = cu_seqlens_q, packed.cu_seqlens, int(max_seqlen_q), packed.max_seqlen
     out, lse = attention_varlen(
@@ -167,6 +172,41 @@ def flash_attn_varlen_qkvpacked_func(
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`tileattn.attention_with_kvcache` in FlashAttention-2's terms: q (batch, seqlen, nheads, headdim), caches (batch,
+    seqlen, nheads_k, headdim), or with block_table (num_blocks, page_size, nheads_k, headdim). Without causality and
+    window rotary embedding turns all rows of q by the angle of position cache_seqlens. num_splits=1 does not split the
+    keys; other values have no effect. Returns out, or (out, softmax_lse (batch, nheads, seqlen))."""
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": block_table,
+    }
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    out, lse = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options)
+    return (out, lse) if return_softmax_lse else out
 
 
 # What other packages (ring attention, mostly) call by keyword. No autograd: they have their own.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tileattn.rotary import rotate_differentiable
+from tileattn.rotary import positions, rotate_differentiable
 
 
 def apply_rotary_emb(
@@ -71,18 +70,6 @@ def turn(
     cu_seqlens: Tensor | None,
     conjugate: bool = False,
 ) -> Tensor:
-    at = _positions(x, seqlen_offsets, cu_seqlens)
+    at = positions(x, seqlen_offsets, cu_seqlens)
     turned = rotate_differentiable(x, cos[at], sin[at], interleaved, conjugate)
     return x.copy_(turned) if inplace else turned
-
-
-def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Of each row, (batch or 1, seqlen) or, packed, (total,)."""
-    if cu_seqlens is None:
-        start = offsets[:, None] if isinstance(offsets, Tensor) else offsets
-        rows = torch.arange(x.shape[1], device=x.device)[None]
-        return rows + start
-    rows = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
-    start = offsets[sequence] if isinstance(offsets, Tensor) else offsets
-    return rows - cu_seqlens[sequence] + start

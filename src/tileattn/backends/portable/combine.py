@@ -1,0 +1,80 @@
+"""Brings together what the programs of `decode` left of a row whose keys were split among them; exact, in one order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tileattn.backends.portable.decode import partial_rows, store_rows
+from tileattn.backends.portable.device.cache import SIZES, Sizes, queries_of, splits_of
+from tileattn.backends.portable.device.softmax import power
+
+PARTS = tl.constexpr(16)  # taken in at a time
+
+
+@triton.jit
+def _take_in(acc, partial, at, weight, there, START: tl.constexpr, BLOCK: tl.constexpr, mode):
+    """acc [1, BLOCK] plus dims START to START + BLOCK of parts at rows `at`, each times its weight."""
+    dims = START + tl.arange(0, BLOCK)[None, :]
+    ptrs = partial.acc + (at * mode.dim_v)[:, None] + dims
+    part = tl.load(ptrs, mask=there[:, None] & (dims < mode.dim_v), other=0.0)
+    return acc + tl.sum(part * weight[:, None], 0)[None, :]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def combine_kernel(
+    out,
+    lse,
+    partial,
+    where,
+    changes,
+    batch,
+    seqlen_q,
+    seqlen_cache,
+    seqlen_new,
+    num_pages,
+    pages_per_sequence,
+    num_heads_k,
+    total_q,
+    window_left,
+    window_right,
+    items,
+    split_blocks,
+    mode,
+):
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, pages_per_sequence, num_heads_k, total_q, window_left,
+        window_right, items, split_blocks,
+    )  # fmt: skip
+    rows = tl.program_id(0) % (seqlen_q * mode.group)
+    head_k = tl.program_id(0) // (seqlen_q * mode.group) % num_heads_k
+    b = tl.program_id(0) // (seqlen_q * mode.group) // num_heads_k
+    first, splits = splits_of(b, where, sizes, mode)
+    start_q, len_q = queries_of(where, sizes, b, True)
+    row = rows // mode.group
+    if (splits <= 1) | (row >= len_q):
+        return
+
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
+    acc_a = tl.zeros([1, mode.block_va], tl.float32)
+    acc_b = l_i
+    if mode.block_vb > 0:
+        acc_b = tl.zeros([1, mode.block_vb], tl.float32)
+    for begin in tl.range(0, splits, PARTS):
+        split = begin + tl.arange(0, PARTS)
+        there = split < splits
+        at = partial_rows(first + split, head_k, rows, sizes, mode)
+        m = tl.load(partial.m + at, mask=there, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(m, 0))
+        peak = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = power(m - peak, mode)
+        alpha = power(m_i - peak, mode)
+        l_i = l_i * alpha + tl.sum(tl.load(partial.l + at, mask=there, other=0.0) * weight, 0)
+        acc_a = _take_in(acc_a * alpha[:, None], partial, at, weight, there, 0, mode.block_va, mode)
+        if mode.block_vb > 0:
+            acc_b = _take_in(acc_b * alpha[:, None], partial, at, weight, there, mode.block_va, mode.block_vb, mode)
+        m_i = m_new
+    one = tl.zeros([1], tl.int32)
+    here = b, one + head_k * mode.group + rows % mode.group, one + row, len_q, 0
+    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, one == 0, sizes, changes, mode)

@@ -1,0 +1,174 @@
+"""Where a sequence's keys are in a cache, how long it is, and how its keys are split among programs."""
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Cache(NamedTuple):
+    """A cache (pages, page_size, heads, dim) as kernels take it. The last dim has stride 1."""
+
+    ptr: Any
+    stride_page: int
+    stride_row: int
+    stride_head: int
+
+
+class Where(NamedTuple):
+    """Which pages and lengths sequences have, None for what a call does not have; as `kvcache.CacheInputs`."""
+
+    table: Any
+    cache_seqlens: Any
+    leftpad: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+
+
+class Sizes(NamedTuple):
+    """Integers of a call. Made inside a kernel, from arguments of their own: Triton would specialise on integers in a
+    tuple."""
+
+    batch: Any
+    seqlen_q: Any
+    seqlen_cache: Any
+    seqlen_new: Any
+    num_pages: Any
+    pages_per_sequence: Any
+    num_heads_k: Any
+    total_q: Any
+    window_left: Any
+    window_right: Any
+    items: Any  # what the keys of all sequences are divided into
+    split_blocks: Any  # blocks of keys in a split, where that is fixed
+
+
+SIZES = [
+    "batch",
+    "seqlen_q",
+    "seqlen_cache",
+    "seqlen_new",
+    "num_pages",
+    "pages_per_sequence",
+    "num_heads_k",
+    "total_q",
+    "window_left",
+    "window_right",
+    "items",
+    "split_blocks",
+]
+
+
+@triton.jit
+def cached_length(where, sizes, b, inside):
+    """Keys of a sequence before anything is appended; b may be a vector, inside says which of it are sequences."""
+    if where.cache_seqlens is None:
+        return b * 0 + sizes.seqlen_cache
+    else:
+        return tl.load(where.cache_seqlens + b, mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def keys_of(where, sizes, b, inside, PAGE_SIZE: tl.constexpr):
+    """(first position, number of keys) of a sequence; inside the cache whatever the lengths say."""
+    end = cached_length(where, sizes, b, inside)
+    if where.cu_seqlens_k is None:
+        end += sizes.seqlen_new
+    else:
+        end += tl.load(where.cu_seqlens_k + b + 1, mask=inside, other=0) - tl.load(
+            where.cu_seqlens_k + b, mask=inside, other=0
+        )
+    end = tl.minimum(tl.maximum(end, 0), sizes.pages_per_sequence * PAGE_SIZE)
+    first = b * 0
+    if where.leftpad is not None:
+        first = tl.minimum(tl.maximum(tl.load(where.leftpad + b, mask=inside, other=0).to(tl.int32), 0), end)
+    return first, end - first
+
+
+@triton.jit
+def queries_of(where, sizes, b, inside):
+    """(first row in q, number of rows) of a sequence; inside q whatever cu_seqlens_q holds."""
+    if where.cu_seqlens_q is None:
+        return b * 0, b * 0 + sizes.seqlen_q
+    else:
+        start = tl.load(where.cu_seqlens_q + b, mask=inside, other=0)
+        stop = tl.minimum(tl.load(where.cu_seqlens_q + b + 1, mask=inside, other=0), sizes.total_q)
+        start = tl.minimum(tl.maximum(start, 0), sizes.total_q)
+        return start, tl.minimum(tl.maximum(stop - start, 0), sizes.seqlen_q)
+
+
+@triton.jit
+def page_of(where, sizes, b, number):
+    """The page that holds the number-th run of PAGE_SIZE positions of a sequence; number may be a vector. A page of the
+    cache whatever the table holds."""
+    if where.table is None:
+        page = b + number * 0
+    else:
+        row = where.table + b.to(tl.int64) * sizes.pages_per_sequence
+        page = tl.load(row + tl.minimum(number, sizes.pages_per_sequence - 1)).to(tl.int32)
+    return tl.minimum(tl.maximum(page, 0), sizes.num_pages - 1)
+
+
+@triton.jit
+def locate_rows(cache, where, sizes, b, positions, mode):
+    """Offsets in a cache of positions of a sequence, int64."""
+    if mode.paged:
+        page = page_of(where, sizes, b, positions // mode.page_size)
+        return page.to(tl.int64) * cache.stride_page + (positions % mode.page_size).to(tl.int64) * cache.stride_row
+    else:
+        page = page_of(where, sizes, b, b * 0)
+        return page.to(tl.int64) * cache.stride_page + positions.to(tl.int64) * cache.stride_row
+
+
+@triton.jit
+def visible_blocks(where, sizes, b, inside, mode):
+    """(first block, number of blocks) of BLOCK_N keys that some row of a sequence sees."""
+    _, seqlen_k = keys_of(where, sizes, b, inside, mode.page_size)
+    first = seqlen_k * 0
+    if mode.left:
+        _, seqlen_q = queries_of(where, sizes, b, inside)
+        first = tl.maximum(seqlen_k - seqlen_q - sizes.window_left, 0) // mode.block_n
+    return first, tl.where(inside, tl.cdiv(seqlen_k, mode.block_n) - first, 0)
+
+
+@triton.jit
+def all_splits(where, sizes, mode):
+    """Of all sequences (a vector, padded to a power of two): the number of splits of each, and blocks in a split.
+
+    split_blocks fixes the latter. Otherwise a sequence gets a share of sizes.items that is in proportion to its keys,
+    and at least one."""
+    b = tl.arange(0, mode.batch_block)
+    inside = b < sizes.batch
+    _, blocks = visible_blocks(where, sizes, b, inside, mode)
+    if mode.fixed_split:
+        size = blocks * 0 + sizes.split_blocks
+    else:
+        total = tl.maximum(tl.sum(blocks, 0), 1)
+        size = tl.cdiv(blocks, tl.maximum(blocks * sizes.items // total, 1))
+    size = tl.maximum(size, 1)
+    splits = tl.where(inside, tl.maximum(tl.cdiv(blocks, size), 1), 0)
+    return b, splits, size
+
+
+@triton.jit
+def split_of(item, where, sizes, mode):
+    """(sequence, split, blocks in a split, number of splits of the sequence) of a work item; sequence is batch for an
+    item too many."""
+    b, splits, size = all_splits(where, sizes, mode)
+    stops = tl.cumsum(splits, 0)
+    sequence = tl.sum((stops <= item).to(tl.int32), 0)
+    sequence = tl.minimum(sequence, sizes.batch)
+    here = b == sequence
+    first = tl.sum(tl.where(here, stops - splits, 0), 0)
+    return sequence, item - first, tl.sum(tl.where(here, size, 0), 0), tl.sum(tl.where(here, splits, 0), 0)
+
+
+@triton.jit
+def splits_of(sequence, where, sizes, mode):
+    """(first work item, number of splits) of a sequence."""
+    b, splits, _ = all_splits(where, sizes, mode)
+    here = b == sequence
+    return tl.sum(tl.where(b < sequence, splits, 0), 0), tl.sum(tl.where(here, splits, 0), 0)

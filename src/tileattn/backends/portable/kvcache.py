@@ -1,0 +1,329 @@
+"""Attention to a cache in Triton: from a CacheProblem to the arguments of its kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
+from tileattn.backends.portable.combine import combine_kernel
+from tileattn.backends.portable.decode import CacheMode, Changes, Partial, Rows, decode_kernel
+from tileattn.backends.portable.device.cache import Cache, Where
+from tileattn.backends.portable.device.rotary import Rotary
+from tileattn.kvcache import Append, CacheInputs, CacheProblem
+from tileattn.problem import Forward
+
+MAX_HEAD_DIM = 1024
+MIN_SPLIT = 256  # keys that are worth a program of their own
+MAX_BATCH = 4096  # a program looks at all lengths
+
+
+class CacheTile(NamedTuple):
+    """At most block_m rows, block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# head_dim at most -> tile, for 16-bit dtypes. Guesses but for Hopper.
+HOPPER = {
+    64: CacheTile(64, 128, 4, 3),
+    128: CacheTile(64, 64, 4, 3),
+    256: CacheTile(64, 64, 8, 2),
+    576: CacheTile(64, 32, 8, 2),
+    1024: CacheTile(16, 16, 8, 1),
+}
+DEFAULT = {
+    64: CacheTile(64, 64, 4, 2),
+    128: CacheTile(64, 32, 4, 2),
+    256: CacheTile(32, 32, 4, 1),
+    576: CacheTile(16, 16, 8, 1),
+    1024: CacheTile(16, 16, 8, 1),
+}
+FLOAT32 = {
+    128: CacheTile(16, 32, 4, 2),
+    256: CacheTile(16, 32, 4, 1),
+    1024: CacheTile(16, 16, 8, 1),
+}
+INTERPRETER = {1024: CacheTile(32, 32, 1, 1)}  # small, so that small problems have several tiles
+INTERPRETER_SLOTS = 24
+COMBINE = CacheTile(1, 0, 4, 1)
+
+
+def supports(problem: CacheProblem) -> str | None:
+    p = problem
+    if p.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU; q is on the CPU (Triton's interpreter, TRITON_INTERPRET=1, takes CPU tensors)"
+    if p.device.type not in ("cpu", "cuda"):
+        return f"needs a CUDA or ROCm device; q is on {p.device}"
+    if p.dtype == torch.float64:
+        return "float64 is not supported; use float32, or move the tensors to the CPU"
+    if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+        return f"head_dim {max(p.head_dim, p.head_dim_v)} is above {MAX_HEAD_DIM}"
+    if p.batch > MAX_BATCH:
+        return f"a batch of {p.batch} is above {MAX_BATCH}; split it"
+    return None
+
+
+def append(append: Append) -> None:
+    x = append
+    packed = x.cu_seqlens_k is not None
+    tokens = x.k.shape[0] * (1 if packed else x.k.shape[1])
+    head_dim, head_dim_v = x.k.shape[-1], 1 if x.v is None else x.v.shape[-1]
+    mode = _constants(
+        AppendMode,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        head_dim_v,
+        triton.next_power_of_2(head_dim_v),
+        x.k_cache.shape[1],
+        x.table is not None and x.table.shape[1] > 1,
+        0 if x.rotary_cos is None else x.rotary_cos.shape[1],
+        x.rotary_interleaved,
+        triton.next_power_of_2(x.batch),
+    )
+    _launch(
+        append_kernel,
+        x.k.device,
+        triton.cdiv(tokens, ROWS.value) * x.k.shape[-2],
+        CacheTile(0, 0, 4, 1),
+        Cache(x.k_cache, *x.k_cache.stride()[:3]),
+        None if x.v_cache is None else Cache(x.v_cache, *x.v_cache.stride()[:3]),
+        _rows_of(x.k),
+        None if x.v is None else _rows_of(x.v),
+        Where(x.table, x.cache_seqlens, None, None, x.cu_seqlens_k),
+        _rotary_of(x.rotary_cos, x.rotary_sin),
+        x.batch,
+        x.seqlen_cache,
+        1 if packed else x.k.shape[1],
+        x.k_cache.shape[0],
+        1 if x.table is None else x.table.shape[1],
+        x.k.shape[-2],
+        tokens,
+        mode,
+    )
+
+
+def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
+    p, x = problem, inputs
+    q = x.q
+    out = q.new_empty((*q.shape[:-1], p.head_dim_v))
+    lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
+    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    if out.numel() == 0:
+        return Forward(out, lse)
+    tile = _tile_for(p)
+    split = _split_for(p, tile)
+    mode = _mode_of(p, x, tile, split)
+    partial = None if split.items == 0 else _workspace(p, split, q)
+    where = Where(x.table, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
+    changes = _changes_of(p, x)
+    total_q = q.shape[0] if p.varlen else 0
+    sizes = (
+        p.batch,
+        p.seqlen_q,
+        p.seqlen_cache,
+        p.seqlen_new,
+        x.k_cache.shape[0],
+        1 if x.table is None else x.table.shape[1],
+        p.num_heads_k,
+        total_q,
+        *_window(p),
+        split.wanted,
+        split.blocks,
+    )
+    rows = p.seqlen_q * p.group
+    out_rows = _rows_of(out)
+    _launch(
+        decode_kernel,
+        q.device,
+        triton.cdiv(rows, tile.block_m) * p.num_heads_k * (split.items or p.batch),
+        tile,
+        _rows_of(q),
+        Cache(x.k_cache, *x.k_cache.stride()[:3]),
+        Cache(x.v_cache, *x.v_cache.stride()[:3]),
+        out_rows,
+        lse,
+        partial,
+        where,
+        _rotary_of(x.rotary_cos, x.rotary_sin),
+        changes,
+        *sizes,
+        mode,
+    )
+    if partial is not None:
+        programs = rows * p.num_heads_k * p.batch
+        _launch(combine_kernel, q.device, programs, COMBINE, out_rows, lse, partial, where, changes, *sizes, mode)
+    return Forward(out, lse)
+
+
+class Split(NamedTuple):
+    """How keys are shared out. items: programs a head and tile of rows, at most (0: no splits); wanted: what lengths
+    divide between them, or, with a fixed split, blocks of keys in each."""
+
+    items: int
+    wanted: int
+    blocks: int
+
+
+def _split_for(problem: CacheProblem, tile: CacheTile) -> Split:
+    p = problem
+    if p.split_size:
+        return Split(p.batch * triton.cdiv(p.capacity, p.split_size), 0, p.split_size // tile.block_n)
+    tiles = triton.cdiv(p.seqlen_q * p.group, tile.block_m)
+    programs, slots = p.batch * p.num_heads_k * tiles, _slots(p.device)
+    if tiles > 1 and programs >= 4 * slots:
+        return Split(0, 0, 0)
+    wanted = p.batch * _splits_each(programs, slots, triton.cdiv(p.capacity, MIN_SPLIT))
+    # each sequence gets one at least, however short, beside those that are divided
+    return Split(wanted + p.batch, wanted, 0)
+
+
+def _splits_each(programs: int, slots: int, most: int) -> int:
+    """Splits a sequence, as few as leave little of the last wave of programs idle."""
+    best, best_use = 1, 0.0
+    for splits in range(1, max(min(most, 8 * slots // programs + 1), 1) + 1):
+        waves = splits * programs / slots
+        use = waves / math.ceil(waves)
+        if use > best_use + 0.05:
+            best, best_use = splits, use
+    return best
+
+
+@functools.lru_cache
+def _slots(device: torch.device) -> int:
+    """Programs that run at once, at two a multiprocessor."""
+    if device.type == "cpu":
+        return INTERPRETER_SLOTS
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _workspace(problem: CacheProblem, split: Split, q: Tensor) -> Partial:
+    p = problem
+    shape = split.items, p.num_heads_k, p.seqlen_q * p.group
+    acc = q.new_empty((*shape, p.head_dim_v), dtype=torch.float32)
+    return Partial(acc, *q.new_empty((2, *shape), dtype=torch.float32).unbind(0))
+
+
+def _tile_for(problem: CacheProblem) -> CacheTile:
+    p = problem
+    by_dim = _table_for(p.device, p.dtype)
+    tile = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
+    if p.split_size and p.varlen:  # the longest sequence must not choose for the others
+        return tile
+    rows = max(triton.next_power_of_2(p.seqlen_q * p.group), 16)
+    return tile._replace(block_m=min(tile.block_m, rows))
+
+
+@functools.lru_cache
+def _table_for(device: torch.device, dtype: torch.dtype) -> dict[int, CacheTile]:
+    if device.type == "cpu":
+        return INTERPRETER
+    if dtype == torch.float32:
+        return FLOAT32
+    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+        return HOPPER
+    return DEFAULT
+
+
+def _blocks_of(dim: int) -> tuple[int, int]:
+    """A head dim as one power of two, or as two that come closer."""
+    whole = max(triton.next_power_of_2(dim), 16)
+    half = whole // 2
+    rest = max(triton.next_power_of_2(dim - half), 16)
+    return (whole, 0) if whole == 16 or rest == half else (half, rest)
+
+
+def _mode_of(problem: CacheProblem, inputs: CacheInputs, tile: CacheTile, split: Split) -> CacheMode:
+    p, x = problem, inputs
+    (block_a, block_b), (block_va, block_vb) = _blocks_of(p.head_dim), _blocks_of(p.head_dim_v)
+    same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
+    left, right = _window(p)
+    return _constants(
+        CacheMode,
+        p.head_dim,
+        p.head_dim_v,
+        block_a,
+        block_b,
+        block_va,
+        block_vb,
+        same_memory and p.head_dim_v == block_a,
+        p.page_size,
+        x.table is not None and x.table.shape[1] > 1,
+        0 if x.rotary_cos is None else x.rotary_cos.shape[1],
+        p.rotary_interleaved,
+        p.scale > 0.0 and not (p.softcap or p.has_alibi),
+        p.dtype == torch.float32,
+        "tf32" if p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        left >= 0,
+        right >= 0,
+        split.items > 0,
+        p.split_size > 0,
+        p.group,
+        triton.next_power_of_2(p.batch),
+        tile.block_m,
+        tile.block_n,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(kind: Any, *fields: Any) -> Any:
+    return kind(*map(tl.constexpr, fields))
+
+
+def _window(problem: CacheProblem) -> tuple[int, int]:
+    """The window, -1 also where it is too wide to hide anything."""
+    p = problem
+    left = -1 if p.window_left >= p.capacity else p.window_left
+    return left, -1 if p.window_right >= p.seqlen_q - 1 else p.window_right
+
+
+def _changes_of(problem: CacheProblem, inputs: CacheInputs) -> Changes:
+    x, mask = inputs, inputs.mask
+    sizes = () if mask is None else zip(mask.shape, mask.stride(), strict=True)
+    of_batch, of_head, of_row, of_col = (stride if size > 1 else 0 for size, stride in sizes) if sizes else (0,) * 4
+    slopes = x.alibi_slopes
+    return Changes(
+        problem.scale,
+        problem.softcap or None,
+        None if slopes is None else slopes.contiguous(),
+        0 if slopes is None or slopes.shape[0] == 1 else slopes.shape[1],
+        None if mask is None else mask.view(torch.uint8),
+        of_batch,
+        of_head,
+        of_row,
+        of_col,
+        0 if mask is None else mask.shape[-1],
+        None if x.sink is None else x.sink.contiguous(),
+    )
+
+
+def _rows_of(x: Tensor) -> Rows:
+    return Rows(x, *x.stride()[:3]) if x.dim() == 4 else Rows(x, 0, *x.stride()[:2])
+
+
+def _rotary_of(cos: Tensor | None, sin: Tensor | None) -> Rotary:
+    if cos is None or sin is None:
+        return Rotary(None, None, 0, 0)
+    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
+    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
+    return Rotary(cos, sin, cos.stride(0), cos.shape[0])
+
+
+def _launch(kernel: Any, device: torch.device, programs: int, tile: CacheTile, *args: Any) -> None:
+    if programs == 0:
+        return
+    if device.type == "cpu":  # the interpreter
+        kernel[(programs,)](*args)
+        return
+    with torch.cuda.device(device):
+        kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages)

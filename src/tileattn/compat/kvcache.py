@@ -1,0 +1,62 @@
+"""flash_attn's calls with a cache, in the terms of `attention_with_kvcache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileattn.kvcache_api import attention_with_kvcache
+from tileattn.rotary import positions, rotate
+
+
+@torch.no_grad()
+def with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    cache_seqlens: int | Tensor | None,
+    num_splits: int,
+    options: dict[str, Any],
+    rotary_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which is +inf where a row sees nothing. rotary_seqlens: where positions begin instead of
+    cache_seqlens.
+
+    flash_attn turns all rows of q by the angle of one position when neither causal nor windowed: such a call is turned
+    here.
+    """
+    advancing = options["causal"] or options["window"] != (-1, -1)
+    if cos is not None and sin is not None and k is not None and not (advancing and rotary_seqlens is None):
+        start = rotary_seqlens if rotary_seqlens is not None else 0 if cache_seqlens is None else cache_seqlens
+        at = positions(q, start, options.get("cu_seqlens_q"), advancing)
+        q = rotate(q, cos[at], sin[at], interleaved)
+        at = positions(k, start, options.get("cu_seqlens_k", options.get("cu_seqlens_q")))
+        k = rotate(k, cos[at], sin[at], interleaved)
+        cos = sin = None
+    if k is None:
+        cos = sin = None
+    if num_splits == 1:  # one run of keys, whatever else is in the batch
+        table = options.get("block_table")
+        capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        options = options | {"split_size": max(-(-capacity // 128) * 128, 128)}
+    out, lse = attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=cache_seqlens,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        return_lse=True,
+        **options,
+    )
+    return out, lse.masked_fill(lse == float("-inf"), float("inf"))

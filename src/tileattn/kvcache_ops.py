@@ -1,0 +1,194 @@
+"""torch.library operators of attention with a cache, and which backend runs them.
+
+`tileattn::kvcache_append` writes new keys and values into the caches, in place; `tileattn::kvcache_attend` reads them.
+Both take a call flat, like those of `ops`. Neither has a gradient: a cache is for inference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileattn.backends import CacheBackend
+from tileattn.kvcache import Append, CacheInputs, CacheProblem
+from tileattn.problem import Forward
+
+BACKENDS = ("cpu", "portable")  # in order of preference
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+_lib = torch.library.Library("tileattn", "FRAGMENT")
+_lib.define(
+    "kvcache_append(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor? table, "
+    "Tensor? cache_seqlens, Tensor? cu_seqlens_k, Tensor? rotary_cos, Tensor? rotary_sin, SymInt batch, "
+    "SymInt seqlen_cache, bool rotary_interleaved, str backend) -> ()",
+    tags=_TAGS,
+)
+_lib.define(
+    "kvcache_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? table, Tensor? cache_seqlens, Tensor? leftpad, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? mask, "
+    "Tensor? alibi_slopes, Tensor? sink, SymInt seqlen_q, SymInt seqlen_cache, SymInt seqlen_new, float scale, "
+    "SymInt window_left, SymInt window_right, float softcap, bool rotary_interleaved, int split_size, str backend)"
+    " -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+
+
+def load(name: str) -> CacheBackend:
+    """The backend's module, imported on first use; by import statements, which torch.compile can follow."""
+    if name == "cpu":
+        from tileattn.backends.cpu import kvcache as cpu
+
+        return cpu
+    from tileattn.backends.portable import kvcache as portable
+
+    return portable
+
+
+def choose(problem: CacheProblem, backend: str | None = None) -> str:
+    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
+    if backend is not None and backend not in BACKENDS:
+        known = ", ".join(map(repr, BACKENDS))
+        raise ValueError(
+            f"backend={backend!r}: unknown to attention with a cache; use one of {known}, or None to choose"
+        )
+    refusals = {}
+    for name in BACKENDS if backend is None else (backend,):
+        reason = load(name).supports(problem)
+        if reason is None:
+            return name
+        refusals[name] = reason
+    raise ValueError("no backend serves this call (" + "; ".join(f"{n}: {why}" for n, why in refusals.items()) + ")")
+
+
+def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
+    """Append what there is to append, then attend."""
+    p, x = problem, inputs
+    if x.k is not None:
+        v_cache = None if x.v is None else x.v_cache
+        where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
+        append = Append(x.k_cache, v_cache, x.k, x.v, *where, p.batch, p.seqlen_cache, p.rotary_interleaved)
+        torch.ops.tileattn.kvcache_append.default(*append, backend)
+    out, lse = torch.ops.tileattn.kvcache_attend.default(
+        x.q,
+        x.k_cache,
+        x.v_cache,
+        x.table,
+        x.cache_seqlens,
+        x.leftpad,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.rotary_cos,
+        x.rotary_sin,
+        x.mask,
+        x.alibi_slopes,
+        x.sink,
+        p.seqlen_q,
+        p.seqlen_cache,
+        p.seqlen_new,
+        p.scale,
+        p.window_left,
+        p.window_right,
+        p.softcap,
+        p.rotary_interleaved,
+        p.split_size,
+        backend,
+    )
+    return Forward(out, lse)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
+    """What the flat arguments of `kvcache_attend` stand for."""
+    q, k_cache, v_cache, table, cache_seqlens, leftpad, cu_q, cu_k, cos, sin, mask, slopes, sink, *scalars = args
+    seqlen_q, seqlen_cache, seqlen_new, scale, left, right, softcap, interleaved, split_size, backend = scalars
+    varlen = cu_q is not None
+    page_size = k_cache.shape[1]
+    problem = CacheProblem(
+        batch=cu_q.shape[0] - 1 if varlen else q.shape[0],
+        seqlen_q=seqlen_q,
+        num_heads=q.shape[-2],
+        num_heads_k=k_cache.shape[2],
+        head_dim=q.shape[-1],
+        head_dim_v=v_cache.shape[3],
+        dtype=q.dtype,
+        device=q.device,
+        page_size=page_size,
+        capacity=page_size * (1 if table is None else table.shape[1]),
+        seqlen_cache=seqlen_cache,
+        scale=scale,
+        seqlen_new=seqlen_new,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        rotary_interleaved=interleaved,
+        split_size=split_size,
+        varlen=varlen,
+        has_mask=mask is not None,
+        has_alibi=slopes is not None,
+        has_sink=sink is not None,
+    )
+    where = table, cache_seqlens, leftpad, cu_q, cu_k
+    inputs = CacheInputs(
+        q, k_cache, v_cache, *where, rotary_cos=cos, rotary_sin=sin, mask=mask, alibi_slopes=slopes, sink=sink
+    )
+    return problem, inputs, backend
+
+
+def _append(*args: Any) -> None:
+    load(args[-1]).append(Append(*args[:-1]))
+
+
+def _attend(*args: Any) -> Forward:
+    problem, inputs, backend = _split(args)
+    return load(backend).attend(problem, inputs)
+
+
+def _append_fake(*args: Any) -> None:
+    """Writes; returns nothing."""
+
+
+def _attend_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    problem, inputs, _ = _split(args)
+    q, p = inputs.q, problem
+    lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (q.shape[0], p.num_heads, q.shape[1])
+    return q.new_empty((*q.shape[:-1], p.head_dim_v)), q.new_empty(lse_shape, dtype=p.lse_dtype)
+
+
+class _Attend(torch.autograd.Function):
+    """Autograd of `kvcache_attend`: forward works, there is no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tileattn.kvcache_attend.default(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError(
+            "tileattn: attention_with_kvcache has no gradient (a cache is for inference); use attention or "
+            "attention_varlen to train"
+        )
+
+
+def _attend_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return _Attend.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tileattn.kvcache_attend.default(*args)
+
+
+def _append_autograd(*args: Any) -> None:
+    """What is appended carries no gradient; the caches' versions tell autograd that they changed."""
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.tileattn.kvcache_append.default(*args)
+    torch.autograd.graph.increment_version([x for x in args[:2] if x is not None and not x.is_inference()])
+
+
+_lib.impl("kvcache_append", _append, "CompositeExplicitAutograd")
+_lib.impl("kvcache_attend", _attend, "CompositeExplicitAutograd")
+_lib.impl("kvcache_append", _append_autograd, "Autograd")
+_lib.impl("kvcache_attend", _attend_autograd, "Autograd")
+torch.library.register_fake("tileattn::kvcache_append", _append_fake, lib=_lib)
+torch.library.register_fake("tileattn::kvcache_attend", _attend_fake, lib=_lib)

@@ -1,0 +1,41 @@
+"""Compile the kernels of a cache for GPUs that this machine does not have, through the launchers that users run."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import triton
+from compiling import Compiled, _Driver, _measure
+from triton.backends.compiler import GPUTarget
+
+from tileattn.backends.portable import kvcache
+from tileattn.kvcache import Append, CacheInputs, CacheProblem
+
+
+def compile_cache_call(
+    problem: CacheProblem, inputs: CacheInputs, target: GPUTarget, table: dict[int, kvcache.CacheTile], slots: int = 264
+) -> list[Compiled]:
+    """Every kernel of a call, appending first if it does."""
+    found: list[Compiled] = []
+
+    def record(kernel, device, programs, tile, *args):
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        found.append(_measure(kernel.__name__, kernel.run(*args, grid=(programs,), warmup=True, **options), target))
+
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_Driver(target))
+    try:
+        with (
+            mock.patch.object(kvcache, "_launch", record),
+            mock.patch.object(kvcache, "_table_for", return_value=table),
+            mock.patch.object(kvcache, "_slots", return_value=slots),
+        ):
+            if inputs.k is not None:
+                x, v_cache = inputs, None if inputs.v is None else inputs.v_cache
+                where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
+                append = Append(x.k_cache, v_cache, x.k, x.v, *where, problem.batch, 0, problem.rotary_interleaved)
+                kvcache.append(append)
+            kvcache.attend(problem, inputs)
+    finally:
+        triton.runtime.driver._active = before
+    return found

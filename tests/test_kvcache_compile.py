@@ -1,0 +1,87 @@
+"""The kernels of a cache compile for GPUs that are not here, and for Hopper within a budget of spills."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cache_compiling import compile_cache_call
+from compiling import TARGETS
+
+from tileattn.backends.portable import kvcache
+from tileattn.kvcache import CacheProblem
+
+EVERYTHING = {
+    "window": (100, 0),
+    "softcap": 3.0,
+    "alibi_slopes": torch.zeros(2, 8),
+    "mask": torch.ones(4, 4, dtype=torch.bool),
+    "sink": torch.zeros(8),
+    "cache_leftpad": torch.zeros(2, dtype=torch.int32),
+    "rotary_cos": torch.zeros(2000, 32),
+    "rotary_sin": torch.zeros(2000, 32),
+}
+
+
+def problem(head_dim=128, rows=1, heads=8, heads_k=2, page_size=16, dtype=torch.bfloat16, **options):
+    q = torch.zeros(2, rows, heads, head_dim, dtype=dtype)
+    k = torch.zeros(2, rows, heads_k, head_dim, dtype=dtype)
+    k_cache, v_cache = torch.zeros(2, 4, page_size, heads_k, head_dim, dtype=dtype).unbind(0)
+    table = torch.zeros(2, 1024 // page_size, dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    return CacheProblem.of(q, k_cache, v_cache, k, k, cache_seqlens=lengths, block_table=table, **options)
+
+
+def latent():
+    """MLA: 128 query heads on one latent head, v in k's memory."""
+    cache = torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    q, k = torch.zeros(2, 1, 128, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 1, 576, dtype=torch.bfloat16)
+    return CacheProblem.of(q, cache, cache[..., :512], k, cache_seqlens=lengths, block_table=table)
+
+
+def table_of(target):
+    return kvcache.HOPPER if target == "sm90" else kvcache.DEFAULT
+
+
+def names(compiled):
+    return [c.name for c in compiled]
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[] if t in ("sm80", "gfx942") else pytest.mark.exhaustive) for t in TARGETS]
+)
+def test_decoding_compiles(target):
+    compiled = compile_cache_call(*problem(causal=True), TARGETS[target], table_of(target))
+    assert names(compiled) == ["append_kernel", "decode_kernel", "combine_kernel"]
+
+
+@pytest.mark.parametrize("target", ["sm90", pytest.param("gfx942", marks=pytest.mark.exhaustive)])
+def test_all_options_together_compile(target):
+    compile_cache_call(*problem(64, rows=4, **EVERYTHING), TARGETS[target], table_of(target))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 192, 256, 512])
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_head_dims_compile(target, head_dim):
+    compile_cache_call(*problem(head_dim), TARGETS[target], table_of(target))
+
+
+def test_float32_compiles():
+    compile_cache_call(*problem(dtype=torch.float32), TARGETS["sm80"], kvcache.FLOAT32)
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(1, 0), (4, 0), (512, 0)])
+def test_hopper_kernels_stay_in_registers(rows, budget):
+    decode = compile_cache_call(*problem(rows=rows, causal=True), TARGETS["sm90"], kvcache.HOPPER)[1]
+    assert decode.spills <= budget, f"{decode.spills} bytes spilled"
+    assert decode.shared <= 227 * 1024
+    assert "LDGSTS" in decode.kernel.asm["sass"], "keys are not loaded ahead"
+
+
+def test_latent_attention_compiles_for_hopper_and_loads_keys_once():
+    decode = compile_cache_call(*latent(), TARGETS["sm90"], kvcache.HOPPER)[1]
+    assert decode.spills <= 256, f"{decode.spills} bytes spilled"
+    assert decode.shared <= 227 * 1024
+    assert "HGMMA" in decode.kernel.asm["sass"]
