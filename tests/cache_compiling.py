@@ -23,7 +23,7 @@ def compile_cache_call(
         found.append(_measure(kernel.__name__, kernel.run(*args, grid=(programs,), warmup=True, **options), target))
 
     before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_Driver(target))
+    triton.runtime.driver.set_active(_Driver(target, True))
     try:
         with (
             mock.patch.object(kvcache, "_launch", record),

@@ -23,8 +23,8 @@ from tileattn.backends.portable.device.cache import (
     split_of,
     visible_blocks,
 )
+from tileattn.backends.portable.device.pointwise import tanh
 from tileattn.backends.portable.device.rotary import load_turned
-from tileattn.backends.portable.device.scores import tanh
 from tileattn.backends.portable.device.softmax import add_sink, from_natural, logsumexp, online_softmax
 
 
