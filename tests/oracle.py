@@ -286,7 +286,7 @@ class _Draw:
         """The arguments mask, score_mod, mask_mod and block_mask."""
         batch, heads, seqlen_q, seqlen_k = scores
         size, mask, block_mask = self.case.block_size, self.mask(scores), None
-        score_mod = self.case.score_mod and self._score_mod(self.case.score_mod, heads, seqlen_q + seqlen_k)
+        score_mod = self.case.score_mod and self._score_mod(self.case.score_mod, heads)
         mask_mod = self.case.mask_mod and self._mask_mod(self.case.mask_mod, batch, max(seqlen_q, seqlen_k))
         if size is not None and mask_mod:
             block_mask = BlockMask.from_mod(mask_mod, batch, heads, seqlen_q, seqlen_k, size, self.device)
@@ -299,11 +299,12 @@ class _Draw:
             block_mask = BlockMask.from_blocks(drawn.to(self.device), size)
         return {"mask": mask, "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
 
-    def _score_mod(self, name: str, heads: int, length: int) -> Mod:
-        slopes, table = self.uniform(heads), self.normal(heads, 2 * length + 1)
+    def _score_mod(self, name: str, heads: int) -> Mod:
+        far = 60  # a constant: programs, and so kernels, must not change with lengths
+        slopes, table = self.uniform(heads), self.normal(heads, 2 * far + 1)
         functions = {
             "tanh": lambda s, b, h, r, c: 3 * torch.tanh(s / 3),
-            "relative": lambda s, b, h, r, c: s - slopes[h] * (r - c).abs() + table[h, c - r + length],
+            "relative": lambda s, b, h, r, c: s - slopes[h] * (r - c).abs() + table[h, (c - r).clamp(-far, far) + far],
             "piecewise": lambda s, b, h, r, c: torch.where((r + b) % 3 > c % 2, s.clamp(-1, 0.7) * 0.5, s),
             "causal": lambda s, b, h, r, c: torch.where(r >= c, torch.sigmoid(s) * 2, -float("inf")),
         }

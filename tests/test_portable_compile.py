@@ -89,6 +89,8 @@ SIZES = {
     "bhsd": (KERNELS, {"layout": "bhsd", "causal": True}),
     "sliced": (KERNELS, {"layout": "sliced"}),
     "modifiers": (KERNELS, {"softcap": 3.0, "alibi": True, "sink": True, "dropout_p": 0.1, "window": (5, 0)}),
+    "mods": (KERNELS, {"score_mod": "relative", "mask_mod": "documents"}),
+    "blocks": (KERNELS + 3 * ["list_kernel"], {"block_size": (128, 128)}),
     # rows of a bias that start at multiples of 8 elements are worth kernels of their own
     "bias": (2 * ["backward_bias_kernel", *KERNELS[:2], KERNELS[3]] + [KERNELS[2]], {"bias": ALL_DIMS}),
     "mask": (2 * [*KERNELS[:2], KERNELS[3]] + [KERNELS[2]], {"mask": ALL_DIMS}),
