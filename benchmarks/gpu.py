@@ -10,31 +10,25 @@ it when causal), and 2.5 times that backward.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
+from common import TOKENS, WIDTH, Pair, backward_of, measure_pairs, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tileattn import attention
-
-TOKENS, WIDTH = 16384, 2048
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def tileattn_portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, causal: bool) -> Pair:
     def forward() -> torch.Tensor:
         return attention(q, k, v, causal=causal, backend="portable")
 
-    return forward, _backward_of(forward(), (q, k, v), dout)
+    return forward, backward_of(forward(), (q, k, v), dout)
 
 
 def _sdpa(backend: SDPBackend) -> Callable[..., Pair]:
@@ -45,7 +39,7 @@ def _sdpa(backend: SDPBackend) -> Callable[..., Pair]:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(*heads_first, is_causal=causal)
 
-        return forward, _backward_of(forward(), (q, k, v), dout.transpose(1, 2))
+        return forward, backward_of(forward(), (q, k, v), dout.transpose(1, 2))
 
     return build
 
@@ -62,11 +56,7 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, 
     def forward() -> torch.Tensor:
         return compiled(*heads_first, block_mask=mask)
 
-    return forward, _backward_of(forward(), tuple(heads_first), dout.transpose(1, 2).contiguous())
-
-
-def _backward_of(out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Callable[[], Any]:
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    return forward, backward_of(forward(), tuple(heads_first), dout.transpose(1, 2).contiguous())
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Pair]] = {
@@ -75,30 +65,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., Pair]] = {
     "torch-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "torch-flex": flex,
 }
-
-
-def time_once(run: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds of one run, over `repeats` back to back."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median over rounds, each of which times every implementation."""
-    repeats = {}
-    for name, run in runs.items():
-        run()
-        repeats[name] = max(2, min(20, int(15.0 / time_once(run, 2))))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(time_once(run, repeats[name]))
-    return {name: statistics.median(ms) for name, ms in times.items()}
 
 
 def _try(build: Callable[..., Pair], *arguments: Any) -> Pair | None:
@@ -121,31 +87,8 @@ def cell(seqlen: int, head_dim: int, causal: bool, rounds: int) -> list[dict[str
         pair = _try(build, *leaves, dout, causal)
         if pair is not None:
             pairs[name] = pair
-    rows = []
-    for place, direction in enumerate(("forward", "backward")):
-        with torch.set_grad_enabled(direction == "backward"):
-            found = measure({name: pair[place] for name, pair in pairs.items()}, rounds)
-        flops = 4 * TOKENS * seqlen * WIDTH * (0.5 if causal else 1.0) * (2.5 if direction == "backward" else 1.0)
-        rows += [
-            {
-                "impl": name,
-                "direction": direction,
-                "dtype": "bfloat16",
-                "batch": batch,
-                "heads": heads,
-                "heads_k": heads,
-                "seqlen_q": seqlen,
-                "seqlen_k": seqlen,
-                "head_dim": head_dim,
-                "head_dim_v": head_dim,
-                "causal": causal,
-                "variant": "",
-                "ms": round(ms, 4),
-                "tflops": round(flops / ms * 1e-9, 1),
-            }
-            for name, ms in found.items()
-        ]
-    return rows
+    scores = seqlen * seqlen * (0.5 if causal else 1.0)
+    return measure_pairs(pairs, rounds, seqlen, head_dim, causal, "", scores)
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -165,11 +108,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
@@ -180,19 +118,11 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="where git is not at hand")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "commit": options.commit or _commit(),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "rows": rows,
-    }
     for head_dim, seqlen, causal in itertools.product(options.head_dims, options.seqlens, (False, True)):
         found = cell(seqlen, head_dim, causal, options.rounds)
         print(summary(found), flush=True)
         rows += found
-        with open(options.path, "w") as file:
-            json.dump(result, file, indent=1)
+        write(options.path, rows, options.commit)
     print(summary(rows))
 
 

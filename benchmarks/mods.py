@@ -1,0 +1,217 @@
+"""Modifiers and sparsity of the portable backend beside compiled FlexAttention: same tensors, alternating rounds.
+
+    python benchmarks/mods.py out.json [--variants alibi,bias,window,documents,blocks] [--head-dims 64,128]
+        [--seqlens 4096,16384] [--rounds 5]
+
+16,384 tokens, heads * head_dim = 2,048, bfloat16. Every cell has a process of its own, so that all compile at once;
+then they take turns on the GPU. FLOPs are those of the scores that the mask leaves, backward 2.5 times as many.
+
+alibi       causal; ours also as the score_mod that FlexAttention gets
+bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it
+window      causal, the last 1,024 tokens
+documents   causal inside documents of random lengths; ours also as packed sequences
+blocks      a tenth of the blocks of 128 x 128, drawn for each head
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+from typing import Any
+
+import torch
+from common import TOKENS, WIDTH, Pair, backward_of, measure_pairs, write
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from tileattn import BlockMask, attention, attention_varlen
+
+VARIANTS = ("alibi", "bias", "window", "documents", "blocks")
+WINDOW, BLOCK = 1024, 128
+
+
+class Cell:
+    """Tensors of one cell, and ways to attend to them."""
+
+    def __init__(self, variant: str, head_dim: int, seqlen: int) -> None:
+        self.variant, self.head_dim, self.seqlen = variant, head_dim, seqlen
+        self.generator = torch.Generator("cuda").manual_seed(0)
+        self.heads = WIDTH // head_dim
+        shape = TOKENS // seqlen, seqlen, self.heads, head_dim
+        self.q, self.k, self.v, self.dout = (self.randn(*shape) for _ in range(4))
+        self.causal = variant in ("alibi", "window", "documents")
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
+
+    def ours(self, **options: Any) -> Pair:
+        leaves = tuple(x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+
+        def forward() -> Tensor:
+            return attention(*leaves, backend="portable", **options)
+
+        return forward, backward_of(forward(), leaves, self.dout)
+
+    def packed(self, cu_seqlens: Tensor, longest: int) -> Pair:
+        leaves = tuple(x.detach().flatten(0, 1).requires_grad_() for x in (self.q, self.k, self.v))
+
+        def forward() -> Tensor:
+            return attention_varlen(*leaves, cu_seqlens, cu_seqlens, longest, longest, causal=True, backend="portable")
+
+        return forward, backward_of(forward(), leaves, self.dout.flatten(0, 1))
+
+    def flex(self, score_mod: Any = None, block_mask: Any = None) -> Pair:
+        leaves = tuple(x.transpose(1, 2).contiguous().requires_grad_() for x in (self.q, self.k, self.v))
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+        def forward() -> Tensor:
+            return compiled(*leaves, score_mod=score_mod, block_mask=block_mask)
+
+        return forward, backward_of(forward(), leaves, self.dout.transpose(1, 2).contiguous())
+
+    def flex_mask(self, mask_mod: Any) -> Any:
+        return flex.create_block_mask(mask_mod, None, None, self.seqlen, self.seqlen, device="cuda")
+
+    def pairs(self) -> tuple[dict[str, Pair], float]:
+        """Implementations, and how many scores a head has."""
+        return getattr(self, self.variant)()
+
+    def alibi(self) -> tuple[dict[str, Pair], float]:
+        slopes = torch.exp2(-8.0 * torch.arange(1, self.heads + 1, device="cuda") / self.heads)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            return score - slopes[h] * (row - col).abs()
+
+        pairs = {
+            "tileattn-portable": self.ours(causal=True, alibi_slopes=slopes),
+            "tileattn-portable score_mod": self.ours(causal=True, score_mod=score_mod),
+            "torch-flex": self.flex(score_mod, self.flex_mask(causal)),
+        }
+        return pairs, self.seqlen * self.seqlen / 2
+
+    def bias(self) -> tuple[dict[str, Pair], float]:
+        bias = self.randn(1, self.heads, self.seqlen, self.seqlen)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            return score + bias[0, h, row, col]
+
+        pairs = {
+            "tileattn-portable": self.ours(bias=bias),
+            "tileattn-portable score_mod": self.ours(score_mod=score_mod),
+            "torch-flex": self.flex(score_mod),
+        }
+        return pairs, self.seqlen * self.seqlen
+
+    def window(self) -> tuple[dict[str, Pair], float]:
+        def recent(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            return (row >= col) & (row - col < WINDOW)
+
+        pairs = {
+            "tileattn-portable": self.ours(causal=True, window=(WINDOW - 1, 0)),
+            "torch-flex": self.flex(None, self.flex_mask(recent)),
+        }
+        return pairs, WINDOW * (self.seqlen - WINDOW / 2)
+
+    def documents(self) -> tuple[dict[str, Pair], float]:
+        cuts = torch.rand(7, generator=torch.Generator().manual_seed(1)).mul(self.seqlen).int().sort().values
+        edges = torch.cat([torch.tensor([0]), cuts, torch.tensor([self.seqlen])]).int()
+        document = torch.bucketize(torch.arange(self.seqlen), cuts, right=True).int().cuda()
+        batch = TOKENS // self.seqlen
+        starts = torch.cat([edges[:-1] + b * self.seqlen for b in range(batch)] + [torch.tensor([TOKENS])])
+
+        def mask_mod(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            return (row >= col) & (document[row] == document[col])
+
+        block_mask = BlockMask.from_mod(mask_mod, None, None, self.seqlen, self.seqlen, device="cuda")
+        pairs = {
+            "tileattn-portable": self.ours(block_mask=block_mask),
+            "tileattn-portable varlen": self.packed(starts.int().cuda(), int(edges.diff().max())),
+            "torch-flex": self.flex(None, self.flex_mask(mask_mod)),
+        }
+        return pairs, float((edges.diff().double() ** 2).sum()) / 2
+
+    def blocks(self) -> tuple[dict[str, Pair], float]:
+        n = self.seqlen // BLOCK
+        drawn = torch.rand(1, self.heads, n, n, device="cuda", generator=self.generator) < 0.1
+        drawn |= torch.eye(n, dtype=torch.bool, device="cuda")
+        counts, order = (
+            drawn.sum(-1, dtype=torch.int32),
+            drawn.int().argsort(dim=-1, descending=True, stable=True).int(),
+        )
+        flex_mask = flex.BlockMask.from_kv_blocks(
+            torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=BLOCK
+        )
+        pairs = {
+            "tileattn-portable": self.ours(block_mask=BlockMask.from_blocks(drawn, BLOCK)),
+            "torch-flex": self.flex(None, flex_mask),
+        }
+        return pairs, float(drawn.double().mean()) * self.seqlen**2
+
+
+def causal(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+    return row >= col
+
+
+def work(cell: tuple[str, int, int], rounds: int, compiled: Any, turn: Any, found: Any) -> None:
+    """One process: compile, wait until all have, and take a turn."""
+    variant, head_dim, seqlen = cell
+    rows: list[dict[str, Any]] = []
+    try:
+        this = Cell(variant, head_dim, seqlen)
+        pairs, scores = this.pairs()
+        for forward, backward in pairs.values():
+            backward()
+            with torch.no_grad():
+                forward()
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{cell}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        pairs = {}
+    compiled.wait()
+    if pairs:
+        with turn:
+            rows = measure_pairs(pairs, rounds, seqlen, head_dim, this.causal, variant, scores)
+    found.put(rows)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Cell by cell, with the ratio to FlexAttention of ours as it is meant to be called, and geometric means."""
+    key = lambda r: (r["variant"], r["direction"], r["head_dim"], r["seqlen_q"])  # noqa: E731
+    lines, ratios = [], {}
+    for (variant, direction, head_dim, seqlen), group in itertools.groupby(sorted(rows, key=key), key=key):
+        by_name = {r["impl"]: r["tflops"] for r in group}
+        ratio = by_name["tileattn-portable"] / by_name["torch-flex"]
+        ratios.setdefault((variant, direction), []).append(ratio)
+        figures = ", ".join(f"{name} {tflops:.0f}" for name, tflops in by_name.items())
+        lines.append(f"{variant} {direction} d{head_dim} {seqlen}: {figures}; {ratio:.2f}")
+    means = {where: statistics.geometric_mean(found) for where, found in ratios.items()}
+    return "\n".join([*lines, *(f"geometric mean {' '.join(where)}: {mean:.2f}" for where, mean in means.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("path")
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
+    parser.add_argument("--head-dims", type=numbers, default=[64, 128])
+    parser.add_argument("--seqlens", type=numbers, default=[4096, 16384])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--commit", default=None, help="where git is not at hand")
+    options = parser.parse_args()
+    cells = list(itertools.product(options.variants, options.head_dims, options.seqlens))
+    context = multiprocessing.get_context("spawn")
+    compiled, turn, found = context.Barrier(len(cells)), context.Lock(), context.Queue()
+    processes = [context.Process(target=work, args=(cell, options.rounds, compiled, turn, found)) for cell in cells]
+    for process in processes:
+        process.start()
+    rows = [row for _ in cells for row in found.get()]
+    for process in processes:
+        process.join()
+    print(summary(rows))
+    write(options.path, rows, options.commit)
+
+
+if __name__ == "__main__":
+    main()
