@@ -11,18 +11,18 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle import MODIFIERS, MODS, SHAPES, Case, build, cases, check, wanted
+from oracle import MODIFIERS, MODS, SHAPES, Case, build, cases, check, check_call, wanted
 
 import tileattn
 from tileattn.backends import portable
 from tileattn.block_mask import FULL, SKIPPED, of_scores
-from tileattn.problem import Wanted
+from tileattn.problem import Problem, Wanted
 from tileattn.reference import visible
 
 pytest.importorskip("triton")
 
 from tileattn.backends.portable.launch import Launcher
-from tileattn.backends.portable.sparsity import list_tiles
+from tileattn.backends.portable.sparsity import list_tiles, with_found_blocks
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
@@ -110,6 +110,26 @@ def test_bad_cu_seqlens_never_reach_outside_the_tensors():
     inputs = inputs._replace(cu_seqlens_q=bad, cu_seqlens_k=bad)
     forward = portable.forward(problem, inputs)
     portable.backward(problem, inputs, forward, dout, dlse, Wanted())
+
+
+SHARED = {  # with blocks that are empty, full and neither
+    "documents": torch.arange(150)[:, None] // 130 == torch.arange(300) // 130,
+    "keys": torch.arange(300)[None, :] < 140,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_mask_that_heads_share_is_looked_through_once_and_obeyed(name):
+    call = build(SMALL.but(seqlen_q=150, seqlen_k=300, batch=1, num_heads=8, num_heads_k=8))
+    problem, inputs = Problem.of(*call.inputs[:3], mask=SHARED[name])
+    _, found = with_found_blocks(problem, inputs)
+    assert set(found.block_mask.unique().tolist()) == {0, 1, 2}
+    check_call(portable, call._replace(problem=problem, inputs=inputs))
+
+
+def test_a_mask_of_each_head_is_not_looked_through():
+    call = build(SMALL.but(mask=(True, True, True, True)))
+    assert with_found_blocks(call.problem, call.inputs)[1].block_mask is None
 
 
 @pytest.mark.parametrize("missing", ["dout", "dlse"])

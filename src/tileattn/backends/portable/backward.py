@@ -63,7 +63,7 @@ from tileattn.backends.portable.launch import (
     workspace,
     workspace_of,
 )
-from tileattn.backends.portable.sparsity import Along, list_tiles, sparsity_of
+from tileattn.backends.portable.sparsity import Along, list_tiles, sparsity_of, with_found_blocks
 from tileattn.backends.portable.tuning import Tile, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
@@ -364,7 +364,7 @@ class _Backward:
     def __init__(
         self, problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None
     ) -> None:
-        self.problem, self.inputs = problem, inputs
+        self.problem, self.inputs = problem, inputs = with_found_blocks(problem, inputs)
         if dout is None:
             dout = torch.zeros_like(forward.out)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()

@@ -34,7 +34,7 @@ from tileattn.backends.portable.launch import (
     sequences_of,
     stats_of,
 )
-from tileattn.backends.portable.sparsity import list_tiles, sparsity_of
+from tileattn.backends.portable.sparsity import list_tiles, sparsity_of, with_found_blocks
 from tileattn.backends.portable.tuning import tile_for
 from tileattn.problem import Forward, Inputs, Problem
 
@@ -150,7 +150,7 @@ def forward_kernel(
 
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
-    p = problem
+    p, inputs = with_found_blocks(problem, inputs)
     q = inputs.q
     out = empty_like(q) if p.head_dim == p.head_dim_v else q.new_empty((*q.shape[:-1], p.head_dim_v))
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)

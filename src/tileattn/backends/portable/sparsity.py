@@ -2,13 +2,13 @@
 
 A row of `lists` is one block of rows (or, to walk the other way, of keys): how many tiles are visible as a whole, how
 many need a mask, then the places of the former from the front and of the latter from the back. The window is worked in,
-so that nothing outside it is listed.
+so that nothing outside it is listed. A bool mask that many heads share becomes a block mask first.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -16,14 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from tileattn import block_mask
-from tileattn.backends.portable.device.rows import SIZES, Sequences, locate, size, sized, span
+from tileattn.backends.portable.device.rows import SIZES, Sequences, locate, size, sized, span, stride
 from tileattn.backends.portable.device.scores import Blocks
-from tileattn.backends.portable.launch import DENSE, Launch, Launcher, Sparsity, sequences_of, window_of
+from tileattn.backends.portable.launch import (
+    DENSE,
+    Launch,
+    Launcher,
+    Sparsity,
+    modifiers_of,
+    sequences_of,
+    window_of,
+)
 from tileattn.backends.portable.tuning import Tile
 from tileattn.problem import Inputs, Problem
 
 FULL = tl.constexpr(block_mask.FULL)
 Along = Literal["keys", "rows"]
+WORTH = 8  # scores that an element of a mask must serve
 CHUNK = 128  # tiles that a program of list_kernel looks at together
 
 
@@ -87,6 +96,50 @@ def list_kernel(
     tl.store(row + 1, partial)
 
 
+@triton.jit(do_not_specialize=["rows", "cols", "num_heads"])
+def find_kernel(
+    mods, blocks, rows, cols, num_heads, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """The kind of one block of a bool mask of rows x cols."""
+    block_k, block_q, pair = locate(tl.program_id(0), tl.cdiv(cols, SIZE_K), tl.cdiv(rows, SIZE_Q))
+    batch, head = pair // num_heads, pair % num_heads
+    mask = mods.mask + batch.to(tl.int64) * stride(mods.mask_batch, mods.mask_align)
+    mask += head.to(tl.int64) * stride(mods.mask_head, mods.mask_align)
+    c = (block_k * SIZE_K + tl.arange(0, SIZE_K))[None, :]
+    some = tl.zeros([STEP, SIZE_K], tl.int32)
+    every = tl.full([STEP, SIZE_K], 1, tl.int32)
+    for first in tl.range(block_q * SIZE_Q, tl.minimum((block_q + 1) * SIZE_Q, rows), STEP):
+        r = (first + tl.arange(0, STEP))[:, None]
+        ptrs = mask + (r.to(tl.int64) * stride(mods.mask_row, mods.mask_align) + c.to(tl.int64) * mods.mask_col)
+        inside = (r < rows) & (c < cols)
+        seen = tl.load(ptrs, mask=inside, other=0).to(tl.int32)
+        some = tl.maximum(some, seen)
+        every = tl.minimum(every, tl.where(inside, seen, 1))
+    kind = tl.max(tl.max(some, 1), 0) + tl.min(tl.min(every, 1), 0)  # SKIPPED, PARTIAL or FULL
+    kinds = blocks.kinds + batch.to(tl.int64) * size(blocks.kinds_batch) + head.to(tl.int64) * size(blocks.kinds_head)
+    tl.store(kinds + block_q.to(tl.int64) * size(blocks.kinds_row) + block_k, kind.to(tl.uint8))
+
+
+def with_found_blocks(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
+    """A call with a bool mask as one with a block mask as well, if the mask is worth looking through: if each of its
+    elements serves so many scores that reading them once more is little beside reading them for each score."""
+    p, mask = problem, inputs.mask
+    scores = p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+    if mask is None or p.block_size or mask.shape[3] == 1 or mask.numel() * WORTH > scores or scores == 0:
+        return problem, inputs
+    batch, heads, rows, cols = mask.shape
+    size_q, size_k = block_mask.BLOCK_SIZE
+    kinds = mask.new_empty((batch, heads, triton.cdiv(rows, size_q), triton.cdiv(cols, size_k)), dtype=torch.uint8)
+
+    def describe(inputs: Inputs, kinds: Tensor) -> Launch:
+        blocks = Blocks(None, 0, 0, 0, kinds, *_sized_strides(kinds), size_q, size_k)
+        tile = Tile(size_q, size_k, 4, 1)
+        return Launch(kinds.numel(), tile, (modifiers_of(p, inputs), blocks, rows, cols, heads, size_q, size_k, 32))
+
+    Launcher(p, inputs).launch(find_kernel, describe, kinds)
+    return replace(p, block_size=block_mask.BLOCK_SIZE), inputs._replace(block_mask=kinds)
+
+
 def list_tiles(launcher: Launcher, problem: Problem, inputs: Inputs, tile: Tile, along: Along) -> Tensor | None:
     """The lists of a kernel of such tiles that walks along the keys, or along the rows; None without a block mask."""
     p, kinds = problem, inputs.block_mask
@@ -127,11 +180,14 @@ def sparsity_of(problem: Problem, inputs: Inputs, tile: Tile, lists: Tensor | No
     lookup = "of a tile" if inside_one else "of each score"
     if lists is not None and inside_one and not (p.has_mask or p.mask_mod):
         lookup = "nothing"  # what needs a mask needs it for the window
-    of_lists, of_kinds = ((0, 0, 0) if x is None else _strides(x) for x in (lists, kinds))
-    fields: tuple[Any, ...] = (lists, *sized(*of_lists), kinds, *sized(*of_kinds), size_q, size_k)
-    return Sparsity(Blocks(*fields), lists is not None, lookup)
+    of_lists = (0, 0, 0) if lists is None else _sized_strides(lists)
+    blocks = Blocks(lists, *of_lists, kinds, *_sized_strides(kinds), size_q, size_k)
+    return Sparsity(blocks, lists is not None, lookup)
 
 
-def _strides(x: Tensor) -> list[int]:
+def _sized_strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, head and row: 0 along dims of size 1, so that they broadcast."""
-    return [0 if length == 1 else stride for length, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    batch, head, row = (
+        0 if length == 1 else stride for length, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+    return sized(batch)[0], sized(head)[0], sized(row)[0]
