@@ -50,6 +50,7 @@ def test_explain_computes_nothing(capsys):
         (["explain", "--window", "-5", "0"], "left must be >= -1"),
         (["explain", "--backend", "abacus"], "abacus"),
         (["explain", "--device", "abacus"], "abacus"),
+        (["explain", "--device", "cuda:99"], "--device cuda:99: "),
         (["bench", "--softcap", "-1", "--device", "cpu"], "softcap"),
         (["bench", "--device", "abacus"], "--device abacus: "),
         (["demo", "--tokens", "9000"], "8192"),

@@ -15,7 +15,7 @@ from tileattn.cli.console import UserError
 DESCRIPTION = """\
 Say which backend would serve an attention call of this shape, with which tiles and why, and how many bytes it moves
 between slow memory (DRAM, HBM) and fast memory (cache, SRAM), beside what standard attention would move and hold.
-Nothing is computed and no memory is used, so any length will do:
+Nothing is computed and no memory is used, so any length will do. Tiles depend on the chip, which must be there:
 
   tileattn explain --seqlen-q 131072 --causal --dtype bfloat16
   tileattn explain --seqlen-q 1 --seqlen-k 8192 --heads 32 --heads-k 8      one token of decoding, GQA
@@ -38,6 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    shapes.require_available(args.device)
     try:
         with FakeTensorMode():
             q, k, v = shapes.tensors(args, args.seqlen_q, args.seqlen_k or args.seqlen_q)
