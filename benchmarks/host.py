@@ -5,7 +5,8 @@
 Host time: calls on tensors so small that the GPU never is the limit, in blocks between which the GPU comes to rest; the
 median over blocks, implementations taking turns. Cold start: a fresh process with an empty Triton cache, from before
 `import tileattn` (torch imported and CUDA awake) to the end of the first forward and backward, and how many kernels are
-compiled for other lengths and batches after that. Memory: the peak of forward and backward, inputs included.
+compiled for other lengths and batches after that; both backends at the same time. Memory: the peak of forward and
+backward, inputs included.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, hea
 
 SMALL = {"batch": 1, "seqlen": 128, "heads": 4, "head_dim": 64}
 LONG = {"batch": 1, "seqlen": 65536, "heads": 16, "head_dim": 128}
-BLOCKS, CALLS = 30, 50
+BLOCKS, CALLS = 20, 50
 
 COLD = """
 import sys, time, torch, triton
@@ -41,7 +42,9 @@ begin = time.perf_counter()
 import tileattn
 imported = time.perf_counter()
 compiled = []
-triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+JITFunction = triton.runtime.jit.JITFunction
+compile_kernel = JITFunction._do_compile
+JITFunction._do_compile = lambda self, *args, **named: compiled.append(self) or compile_kernel(self, *args, **named)
 def run(batch, seqlen):
     shape, like = (batch, seqlen, 8, 128), {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(shape, **like) for _ in range(3))
@@ -105,21 +108,23 @@ def host_times(implementations: dict[str, Attention]) -> list[dict[str, Any]]:
     return rows
 
 
-def cold_start(backend: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", COLD, backend],
-            env=os.environ | {"TRITON_CACHE_DIR": folder},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    imported, first, compiled, recompiled = map(float, done.stdout.split())
-    size = {"batch": 1, "seqlen": 1024, "heads": 8, "head_dim": 128}
-    found = {"import_s": round(imported, 3), "first_call_s": round(first, 2)}
-    return row(
-        f"tileattn-{backend}", "forward+backward", "cold", size, **found, compiled=compiled, recompiled=recompiled
-    )
+class ColdStart:
+    """A process that begins when this is made."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend, self.cache = backend, tempfile.TemporaryDirectory()
+        environment = os.environ | {"TRITON_CACHE_DIR": self.cache.name}
+        command = [sys.executable, "-c", COLD, backend]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def row(self) -> dict[str, Any]:
+        printed, _ = self.process.communicate()
+        self.cache.cleanup()
+        imported, first, compiled, recompiled = map(float, printed.split())
+        figures = {"import_s": round(imported, 3), "first_call_s": round(first, 2)}
+        figures |= {"compiled": int(compiled), "recompiled": int(recompiled)}
+        size = {"batch": 1, "seqlen": 1024, "heads": 8, "head_dim": 128}
+        return row(f"tileattn-{self.backend}", "forward+backward", "cold", size, **figures)
 
 
 def peak_memory(name: str, attention: Attention) -> dict[str, Any]:
@@ -149,6 +154,23 @@ def row(impl: str, direction: str, variant: str, size: dict[str, int], **figures
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """For docs/kernel-notes.md."""
+    found = {(r["variant"], r["direction"], r["impl"]): r for r in rows}
+    lines = ["| host microseconds | forward | forward + backward |", "| --- | --- | --- |"]
+    for name in dict.fromkeys(r["impl"] for r in rows if r["variant"] == "host"):
+        us = [found["host", direction, name]["us"] for direction in ("forward", "forward+backward")]
+        lines.append(f"| {name} | {us[0]:.0f} | {us[1]:.0f} |")
+    lines += ["", "| | import, s | first call, s | kernels | compiled anew |", "| --- | --- | --- | --- | --- |"]
+    for r in rows:
+        if r["variant"] == "cold":
+            figures = r["import_s"], r["first_call_s"], r["compiled"], r["recompiled"]
+            lines.append(f"| {r['impl']} | " + " | ".join(map(str, figures)) + " |")
+    lines += ["", "| | peak, GiB |", "| --- | --- |"]
+    lines += [f"| {r['impl']} | {r['bytes'] / 2**30:.2f} |" for r in rows if r["variant"] == "memory"]
+    return "\n".join(lines)
+
+
 def _commit() -> str:
     done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return done.stdout.strip()
@@ -159,16 +181,12 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("--commit", default=None, help="where git is not at hand")
     options = parser.parse_args()
-    implementations = {
-        "torch-sdpa": sdpa,
-        "tileattn-portable": tileattn("portable"),
-        "tileattn-hopper": tileattn("hopper"),
-    }
-    rows = host_times(implementations)
-    rows += [peak_memory(name, f) for name, f in {**implementations, "torch-fa2": fa2}.items() if name != "torch-sdpa"]
-    rows += [cold_start("portable"), cold_start("hopper")]
-    for found in rows:
-        print(*(found[name] for name in ("variant", "direction", "impl")), *list(found.items())[12:])
+    starts = [ColdStart("portable"), ColdStart("hopper")]
+    ours = {f"tileattn-{backend}": tileattn(backend) for backend in ("portable", "hopper")}
+    memory = [peak_memory(name, attention) for name, attention in {"torch-fa2": fa2, **ours}.items()]
+    cold = [start.row() for start in starts]
+    rows = [*host_times({"torch-sdpa": sdpa, **ours}), *cold, *memory]
+    print(table(rows))
     result = {
         "device": torch.cuda.get_device_name(),
         "commit": options.commit or _commit(),
