@@ -12,8 +12,6 @@ backward, inputs included.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import subprocess
@@ -25,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
+from common import write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -171,11 +169,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path")
@@ -187,15 +180,7 @@ def main() -> None:
     cold = [start.row() for start in starts]
     rows = [*host_times({"torch-sdpa": sdpa, **ours}), *cold, *memory]
     print(table(rows))
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "commit": options.commit or _commit(),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "rows": rows,
-    }
-    with open(options.path, "w") as file:
-        json.dump(result, file, indent=1)
+    write(options.path, rows, options.commit)
 
 
 if __name__ == "__main__":

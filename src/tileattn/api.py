@@ -258,7 +258,7 @@ def _deterministic(deterministic: bool | None) -> bool:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype where autocast is on, as torch does for its own attention."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     eligible = (torch.float16, torch.bfloat16, torch.float32)

@@ -151,20 +151,9 @@ class Problem:
         block_mask: Any = None,
     ) -> tuple[Problem, Inputs]:
         """Check everything and return the call in canonical form. Raises TypeError or ValueError."""
-        extras = (
-            cu_seqlens_q,
-            cu_seqlens_k,
-            bias,
-            mask,
-            alibi_slopes,
-            sink,
-            dropout_seed,
-            score_mod,
-            mask_mod,
-            block_mask,
-        )
+        optional = cu_seqlens_q, cu_seqlens_k, bias, mask, alibi_slopes, sink, dropout_seed
         key = None
-        if set(map(type, extras)) == {type(None)} and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and _all_none(*optional, score_mod, mask_mod, block_mask):
             key = _metadata(q, k, v, causal, scale, window, softcap, dropout_p, deterministic)
             if key in _checked:
                 return _checked[key], Inputs(_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v))
@@ -244,6 +233,10 @@ class Problem:
 # Calls of q, k, v and scalars that were found to be in order: checking one takes 10 microseconds.
 _checked: dict[Any, Problem] = {}
 MAX_CHECKED = 4096
+
+
+def _all_none(*arguments: Any) -> bool:
+    return set(map(type, arguments)) == {type(None)}
 
 
 def _metadata(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
