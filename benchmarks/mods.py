@@ -16,9 +16,11 @@ blocks      a tenth of the blocks of 128 x 128, drawn for each head
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import multiprocessing
 import statistics
+import threading
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from tileattn import BlockMask, attention, attention_varlen
 
 VARIANTS = ("alibi", "bias", "window", "documents", "blocks")
 WINDOW, BLOCK = 1024, 128
+PATIENCE = 600.0  # seconds to wait for others to compile
 
 
 class Cell:
@@ -169,7 +172,8 @@ def work(cell: tuple[str, int, int], rounds: int, compiled: Any, turn: Any, foun
     except Exception as error:
         print(f"{cell}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         pairs = {}
-    compiled.wait()
+    with contextlib.suppress(threading.BrokenBarrierError):  # one takes very long: do not wait for it
+        compiled.wait(PATIENCE)
     if pairs:
         with turn:
             rows = measure_pairs(pairs, rounds, seqlen, head_dim, this.causal, variant, scores)
@@ -206,11 +210,13 @@ def main() -> None:
     processes = [context.Process(target=work, args=(cell, options.rounds, compiled, turn, found)) for cell in cells]
     for process in processes:
         process.start()
-    rows = [row for _ in cells for row in found.get()]
+    rows: list[dict[str, Any]] = []
+    for _ in cells:
+        rows += found.get()
+        write(options.path, rows, options.commit)
     for process in processes:
         process.join()
     print(summary(rows))
-    write(options.path, rows, options.commit)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from oracle import (
     Case,
     build,
     check,
+    check_call,
     draw_family,
     fresh_memory_is_nan,
     members,
@@ -24,6 +25,7 @@ from oracle import (
 from tileattn.backends import portable
 from tileattn.backends.portable import search
 from tileattn.backends.portable.tuning import Tile
+from tileattn.problem import Problem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,6 +76,14 @@ def test_oracle_rule_for_long_sequences(seqlen, head_dim, causal, dtype):
         batch=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, causal=causal
     )
     check(portable, case, "cuda")
+
+
+def test_oracle_rule_for_a_mask_that_heads_share():
+    """One that is looked through for its empty and full blocks."""
+    call = build(Case(batch=1, seqlen_q=600, seqlen_k=700, num_heads=8, num_heads_k=8, dtype=torch.bfloat16), "cuda")
+    rows, cols = torch.arange(600, device="cuda"), torch.arange(700, device="cuda")
+    problem, inputs = Problem.of(*call.inputs[:3], mask=rows[:, None] // 150 == cols // 150)
+    check_call(portable, call._replace(problem=problem, inputs=inputs))
 
 
 @pytest.mark.parametrize("family", range(FAMILIES))
@@ -150,7 +160,6 @@ def test_more_than_2_31_elements():
 
 
 def tileattn_problem(q, k, v):
-    from tileattn.problem import Problem
 
     return Problem.of(q, k, v, causal=True)
 
