@@ -160,7 +160,6 @@ def test_more_than_2_31_elements():
 
 
 def tileattn_problem(q, k, v):
-
     return Problem.of(q, k, v, causal=True)
 
 
