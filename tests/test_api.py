@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tileattn
+from tileattn import BlockMask
 from tileattn.problem import Problem
 from tileattn.reference import standard_attention
 
@@ -67,6 +68,9 @@ def test_explain_says_who_and_how_much():
     assert causal.tiled.moved < full.tiled.moved < full.standard.moved
     for word in ("backend   cpu", "tiles", "moves", "holds", "standard attention"):
         assert word in str(full)
+    diagonal = tileattn.explain(q, q, q, block_mask=BlockMask.from_blocks(torch.eye(4).bool()))
+    q_and_out, k_and_v = 2 * q.nbytes + 8 * 512 * 4, 2 * q.nbytes  # lse is float32
+    assert (diagonal.tiled.moved - q_and_out) * 4 == full.tiled.moved - q_and_out >= k_and_v
 
 
 def test_a_named_backend_that_cannot_serve_says_why():

@@ -242,8 +242,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **op
     """Say which backend would serve `attention(q, k, v, **options)` (or, with cu_seqlens_q, `attention_varlen`), with
     which tiles and why, how many bytes move, and what standard attention would move and hold. Computes nothing, so
     tensors of a FakeTensorMode do."""
-    problem, _ = Problem.of(*_autocast(q, k, v), **options)
-    return dispatch.explain(problem, backend)
+    problem, inputs = Problem.of(*_autocast(q, k, v), **options)
+    return dispatch.explain(problem, inputs, backend)
 
 
 def _run(problem: Problem, inputs: Inputs, backend: str | None, return_lse: bool) -> Tensor | AttentionOutput:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tileattn.backends import Backend, Direction, Tiles
-from tileattn.lab.traffic import Traffic, standard_traffic, tiled_traffic
-from tileattn.problem import Problem
+from tileattn.lab.traffic import Traffic, count_scores, standard_traffic, tiled_traffic
+from tileattn.problem import Inputs, Problem
 
 # In order of preference: the first that supports a problem serves it.
 BACKENDS = ("cpu", "hopper", "portable")
@@ -105,15 +105,17 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, backend: str | None = None) -> Explanation:
-    """Explain how `problem` would be served."""
+def explain(problem: Problem, inputs: Inputs, backend: str | None = None) -> Explanation:
+    """Explain how `problem` would be served. Of inputs only a block mask counts."""
     name = choose(problem, backend)
     refusals = {}
     for other in BACKENDS[: BACKENDS.index(name)]:
         reason = load(other).supports(problem)
         refusals[other] = reason or f"backend={name!r} was asked for"
     tiles = load(name).tiles(problem)
-    return Explanation(problem, name, tiles, tiled_traffic(problem, tiles), standard_traffic(problem), refusals)
+    scores = count_scores(problem, inputs) if problem.block_size else None
+    tiled = tiled_traffic(problem, tiles, scores)
+    return Explanation(problem, name, tiles, tiled, standard_traffic(problem), refusals)
 
 
 def format_bytes(n: float) -> str:

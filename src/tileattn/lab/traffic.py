@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tileattn.problem import Problem
+import torch
+from torch import Tensor
+
+from tileattn.problem import Inputs, Problem
 
 if TYPE_CHECKING:
     from tileattn.backends import Tiles
@@ -40,12 +43,49 @@ def _ramp(start: int, count: int, top: int) -> int:
     return between * (start + low) + between * (between - 1) // 2 + (count - high) * top
 
 
-def tiled_traffic(problem: Problem, tiles: Tiles) -> Traffic:
-    """Forward of FlashAttention: q and out once, each tile of k and v once for every block of rows that sees it."""
+def count_scores(problem: Problem, inputs: Inputs) -> int:
+    """Scores of all heads and sequences that the window shows and a block mask does not skip."""
+    lengths, blocks = _lengths(problem, inputs), inputs.block_mask
+    if blocks is not None and _readable(blocks):
+        return sum(_scores_in_blocks(problem, blocks, b, *of_sequence) for b, of_sequence in enumerate(lengths))
+    window = problem.window_left, problem.window_right
+    return problem.num_heads * sum(visible_scores(*of_sequence, *window) for of_sequence in lengths)
+
+
+def _lengths(problem: Problem, inputs: Inputs) -> list[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) of each sequence; the longest for all where cu_seqlens cannot be read."""
+    if problem.varlen and _readable(inputs.cu_seqlens_q):
+        return list(zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True))
+    return [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+
+
+def _readable(x: Tensor | None) -> bool:
+    return type(x) is Tensor and x.device.type != "meta"
+
+
+def _scores_in_blocks(problem: Problem, blocks: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Scores of one sequence, all heads, that the window shows and the block mask does not skip."""
+    m, n = problem.block_size
+    blocks = blocks[min(b, blocks.shape[0] - 1)].cpu()  # [num_heads or 1, q_blocks, k_blocks]
+    rows, starts = torch.arange(seqlen_q), torch.arange(blocks.shape[2]) * n
+    first = rows + (seqlen_k - seqlen_q) - (problem.window_left if problem.window_left >= 0 else seqlen_q + seqlen_k)
+    last = rows + (seqlen_k - seqlen_q) + (problem.window_right if problem.window_right >= 0 else seqlen_q + seqlen_k)
+    begin = torch.maximum(first.clamp(min=0)[:, None], starts)
+    end = torch.minimum((last + 1).clamp(max=seqlen_k)[:, None], starts + n)
+    shown = torch.zeros(blocks.shape[1:], dtype=torch.int64).index_add_(0, rows // m, (end - begin).clamp(min=0))
+    return int(((blocks > 0) * shown).expand(problem.num_heads, -1, -1).sum())
+
+
+def tiled_traffic(problem: Problem, tiles: Tiles, scores: int | None = None) -> Traffic:
+    """Forward of FlashAttention: q and out once, each tile of k and v once for every block of rows that sees it.
+    scores: how many of all are seen (`count_scores`); those in the window, if not given."""
     p = problem
     size = p.dtype.itemsize
-    full = p.seqlen_q * p.seqlen_k
-    share = visible_scores(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right) / full if full else 0.0
+    every = p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+    if scores is None:
+        in_window = visible_scores(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right)
+        scores = p.batch * p.num_heads * in_window
+    share = scores / every if every else 0.0
     row_blocks = -(-p.seqlen_q * p.group // tiles.block_m)
     once = p.batch * p.num_heads * p.seqlen_q * ((p.head_dim + p.head_dim_v) * size + p.lse_dtype.itemsize)
     again = p.batch * p.num_heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v) * size * row_blocks * share
