@@ -45,6 +45,8 @@ class Launches:
 
 
 class _Compiled:
+    run = None
+
     def __init__(self, launches, name, compiled_for):
         self.launches, self.name, self.compiled_for = launches, name, compiled_for
 

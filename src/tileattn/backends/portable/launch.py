@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from tileattn.backends.portable import tuning
 from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
 from tileattn.backends.portable.device.scores import Blocks, Modifiers
+from tileattn.backends.portable.kept import Descriptor, Kept, allocate, observed
 from tileattn.backends.portable.tuning import Tile
 from tileattn.philox import threshold
 from tileattn.problem import Inputs, Problem
@@ -116,18 +116,6 @@ def _strides_of(x: Tensor) -> list[int]:
     return [16 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
 
 
-class _Descriptor(TensorDescriptor):
-    def __post_init__(self) -> None:
-        """_fits_descriptor has seen to what is checked here."""
-
-
-class _Address(int):
-    """What a descriptor asks of its tensor."""
-
-    def data_ptr(self) -> int:
-        return self
-
-
 def operands_of(mode: Mode, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> list[Any]:
     """The tensors that a kernel loads in blocks of rows, as it takes them."""
     pairs = (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), *((x, tile.block_m) for x in like_q)
@@ -138,7 +126,7 @@ def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     batch, seqlen, heads, dim = x.shape
     stride_batch, stride_row, stride_head = _strides_of(x)
     strides = [stride_batch, stride_head, stride_row, 1]
-    return _Descriptor(x, [batch, heads, seqlen, dim], strides, [1, 1, block, block_dim_of(dim)])
+    return Descriptor(x, [batch, heads, seqlen, dim], strides, [1, 1, block, block_dim_of(dim)])
 
 
 def window_of(problem: Problem) -> tuple[int, int]:
@@ -262,8 +250,8 @@ class Launcher:
         triton.set_allocator(allocate)
         key = kernel.fn, role, tuning._lookup  # which a search for tiles exchanges
         kept = self.kept.get(key)
-        if kept is not None:
-            kept.launch([*self.addresses, *[x.data_ptr() for x in _present(*outputs)]])
+        if kept is not None and not observed():
+            kept.launch([*self.addresses, *[x.data_ptr() for x in _present(*outputs)]], self.device.index)
             return
         places: list[Tensor] = []
         arguments = _one_object_a_place((*self.inputs, *self.others, *outputs), places)
@@ -271,7 +259,7 @@ class Launcher:
         launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
         compiled = start(kernel, launch) if launch.programs else None
         if compiled is not None:
-            self.kept[key] = Kept.of(compiled, launch, {id(x): i for i, x in enumerate(places)})
+            self.kept[key] = Kept(compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)})
 
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:
@@ -303,57 +291,6 @@ class Launch(NamedTuple):
 Describe = Callable[..., Launch]
 
 
-class Kept(NamedTuple):
-    """A launch to repeat with other addresses, of tensors by their number.
-
-    pointers: (place in args, tensor). opened: (place in args, tensor, rest), of a tuple that begins with a pointer.
-    tuples: (place in args, fields of such a tuple, [(field, tensor), ...]), of any other. descriptors: (place in args,
-    tensor, such a descriptor).
-    """
-
-    run: Callable[..., None]
-    args: list[Any]
-    pointers: list[tuple[int, int]]
-    opened: list[tuple[int, int, tuple[Any, ...]]]
-    tuples: list[tuple[int, list[Any], list[tuple[int, int]]]]
-    descriptors: list[tuple[int, int, TensorDescriptor]]
-
-    @staticmethod
-    def of(compiled: Any, launch: Launch, number: dict[int, int]) -> Kept:
-        kept = Kept(compiled[(launch.programs, 1, 1)], list(launch.args), [], [], [], [])
-        for i, arg in enumerate(launch.args):
-            if isinstance(arg, Tensor):
-                kept.pointers.append((i, number[id(arg)]))
-                kept.args[i] = None
-            elif isinstance(arg, TensorDescriptor):
-                kept.descriptors.append((i, number[id(arg.base)], replace(arg, base=None)))
-                kept.args[i] = None
-            elif isinstance(arg, tuple):
-                fields = [(j, number[id(x)]) for j, x in enumerate(arg) if isinstance(x, Tensor)]
-                if [j for j, _ in fields] == [0]:
-                    kept.opened.append((i, fields[0][1], arg[1:]))
-                    kept.args[i] = None
-                elif fields:
-                    kept.tuples.append((i, [None if isinstance(x, Tensor) else x for x in arg], fields))
-                    kept.args[i] = None
-        return kept
-
-    def launch(self, addresses: list[int]) -> None:
-        args = self.args.copy()
-        for i, number in self.pointers:
-            args[i] = addresses[number]
-        for i, number, rest in self.opened:
-            args[i] = (addresses[number], *rest)
-        for i, template, fields in self.tuples:
-            values = template.copy()
-            for j, number in fields:
-                values[j] = addresses[number]
-            args[i] = tuple(values)
-        for i, number, like in self.descriptors:
-            args[i] = _Descriptor(_Address(addresses[number]), like.shape, like.strides, like.block_shape)
-        self.run(*args)
-
-
 @functools.lru_cache(maxsize=4096)
 def _kept(*_alike: Any) -> dict[Any, Kept]:
     return {}
@@ -368,8 +305,3 @@ def start(kernel: Any, launch: Launch) -> Any:
 def compile_options(tile: Tile) -> dict[str, int]:
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return options | {"maxnreg": tile.registers} if tile.registers else options
-
-
-def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory for a kernel's descriptors, of the current device."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
