@@ -1,17 +1,17 @@
-"""Launches that are repeated with other addresses, by the shortest way into the driver that Triton is known to have."""
+"""Launches that are repeated with other addresses."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tileattn.backends.entry import SCRATCH, STREAM, Entry, encode, entry_of
 
 
 class Descriptor(TensorDescriptor):
@@ -28,24 +28,25 @@ class Kept:
     """
 
     def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], number: dict[int, int]) -> None:
-        entry = _entry(compiled, programs)
-        self.run, self.args, self.scratch = entry.run, entry.head.copy(), entry.scratch
-        self.begins_in_driver = bool(entry.head)
+        entry = entry_of(compiled, programs)
+        self.entered = entry is not None
+        self.run, self.args, formats, scratch = entry or Entry(compiled[(programs, 1, 1)], [], [], 0)
+        self.scratch = programs * scratch
         self.pointers: list[tuple[int, int]] = []
         self.opened: list[tuple[int, int, tuple[Any, ...]]] = []
         self.tuples: list[tuple[int, list[Any], list[tuple[int, int]]]] = []
         self.descriptors: list[tuple[int, int, dict[int, Any]]] = []
-        formats = iter(entry.formats)
+        rest = iter(formats)
         for arg in args:
-            self._add(arg, number, formats)
+            self._add(arg, number, rest)
 
-    def _add(self, arg: Any, number: dict[int, int], formats: Any) -> None:
+    def _add(self, arg: Any, number: dict[int, int], formats: Iterator[Any]) -> None:
         place = len(self.args)
         if isinstance(arg, Tensor):
             self.pointers.append((place, number[id(arg)]))
         elif isinstance(arg, TensorDescriptor):
             like = replace(arg, base=None)
-            if self.begins_in_driver:
+            if self.entered:
                 self.descriptors.append((place, number[id(arg.base)], _Encoded(like, next(formats))))
                 self.args += [None, *arg.shape, *arg.strides]
                 return
@@ -74,10 +75,10 @@ class Kept:
             args[i] = tuple(values)
         for i, number, by_address in self.descriptors:
             args[i] = by_address[addresses[number]]
-        if self.begins_in_driver:
-            args[_STREAM] = driver.active.get_current_stream(device)
+        if self.entered:
+            args[STREAM] = driver.active.get_current_stream(device)
             if self.scratch:
-                args[_SCRATCH] = allocate(self.scratch)
+                args[SCRATCH] = allocate(self.scratch)
         self.run(*args)
 
 
@@ -108,51 +109,10 @@ class _Encoded(_Described):
         self.format = format
 
     def __missing__(self, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
         if len(self) >= self.MOST:
             self.clear()
-        self[address] = encoded = make_tensordesc_arg(super().__missing__(address), self.format)[0]
+        self[address] = encoded = encode(super().__missing__(address), self.format)
         return encoded
-
-
-class _Entry(NamedTuple):
-    """What is called with [*head, *args]. formats: of descriptors, to be encoded. scratch: bytes that a launch needs.
-    Without a head it is Triton's own runner, which sees to all of that."""
-
-    run: Callable[..., None]
-    head: list[Any]
-    formats: list[Any]
-    scratch: int
-
-
-_STREAM, _SCRATCH = 3, 7  # in head
-
-
-def _entry(compiled: Any, programs: int) -> _Entry:
-    """Triton 3.6's runner, launcher and hooks take longer than to encode arguments: its function in C, if there are no
-    surprises on the way there."""
-    runner = _Entry(compiled[(programs, 1, 1)], [], [], 0)
-    launcher = compiled.run
-    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
-        return runner
-    run, formats = launcher.launch, []
-    if inspect.isfunction(run):  # around the one in C, to encode descriptors
-        inside = inspect.getclosurevars(run).nonlocals
-        run, formats = inside["launcher"], inside["tensordesc_meta"]
-    if launcher.profile_scratch_size or not inspect.isbuiltin(run) or None in formats:
-        return runner
-    mode = launcher.launch_cooperative_grid, launcher.launch_pdl
-    head = [programs, 1, 1, None, compiled.function, *mode, None, None, compiled.packed_metadata, None, None, None]
-    return _Entry(run, head, formats, programs * launcher.num_ctas * launcher.global_scratch_size)
-
-
-def observed() -> bool:
-    """Whether somebody wants to be told of launches, which Triton's runner does."""
-    hooks = triton.knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
-    )
 
 
 def allocate(size: int, alignment: int = 0, stream: int | None = None) -> Tensor:

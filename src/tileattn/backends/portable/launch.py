@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tileattn.backends.entry import observed
 from tileattn.backends.portable import tuning
 from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
 from tileattn.backends.portable.device.scores import Blocks, Modifiers
-from tileattn.backends.portable.kept import Descriptor, Kept, allocate, observed
+from tileattn.backends.portable.kept import Descriptor, Kept, allocate
 from tileattn.backends.portable.tuning import Tile
 from tileattn.philox import threshold
 from tileattn.problem import Inputs, Problem

@@ -1,0 +1,57 @@
+"""The shortest way into the driver that Triton is known to have, for kernels that are compiled.
+
+Triton 3.6's runner builds metadata for hooks, calls both (empty) chains of them and encodes every tensor descriptor
+anew at each launch, which takes longer than all the rest. An Entry calls the function in C below. Other versions, and
+launches that a hook wants to see, take Triton's way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+
+STREAM, SCRATCH = 3, 7  # places in Entry.head
+
+
+class Entry(NamedTuple):
+    """run(*head, *args) launches, args being addresses, numbers and, for a descriptor, its encoding, sizes and strides.
+
+    formats: of descriptors in the order of arguments, for `encode`. scratch: bytes of memory that a program needs.
+    """
+
+    run: Callable[..., None]
+    head: list[Any]
+    formats: list[Any]
+    scratch: int
+
+
+def entry_of(compiled: Any, programs: int) -> Entry | None:
+    """None where Triton's internals are not those that are known."""
+    launcher = compiled.run
+    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
+        return None
+    run, formats = launcher.launch, []
+    if inspect.isfunction(run):  # around the one in C, to encode descriptors
+        inside = inspect.getclosurevars(run).nonlocals
+        run, formats = inside["launcher"], inside["tensordesc_meta"]
+    if launcher.profile_scratch_size or not inspect.isbuiltin(run) or None in formats:
+        return None
+    mode = launcher.launch_cooperative_grid, launcher.launch_pdl
+    head = [programs, 1, 1, None, compiled.function, *mode, None, None, compiled.packed_metadata, None, None, None]
+    return Entry(run, head, formats, launcher.num_ctas * launcher.global_scratch_size)
+
+
+def encode(descriptor: Any, format: Any) -> Any:
+    """A descriptor as the driver takes it."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, format)[0]
+
+
+def observed() -> bool:
+    """Whether somebody wants to be told of launches."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)  # chains, since Triton 3.6
