@@ -56,6 +56,9 @@ class Tile(np.ndarray):
     def to(self, dtype: str) -> Tile:
         return tile(_round(self, dtype))
 
+    def permute(self, order: tuple[int, ...]) -> Tile:
+        return self.transpose(order)
+
 
 def tile(x: Any) -> Tile:
     return np.asarray(x).view(Tile)
@@ -302,6 +305,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         exp2=lambda x: tile(np.exp2(np.asarray(x, np.float32))),
         log=lambda x: tile(np.log(x)),
         abs=lambda x: tile(np.abs(x)),
+        split=lambda x: (x[..., 0], x[..., 1]),
         load=lambda pointer: pointer.data.reshape(-1)[int(pointer.offset)],
         convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate,
@@ -426,7 +430,7 @@ class Kernel:
             )
             kernel["attention_forward"](
                 *(Descriptor(x, b[1], b[3], dtype) for x, b in zip(tensors, plan.blocks, strict=True)),
-                *map(Pointer, (out, lse, counter)),
+                *map(Pointer, (lse, counter)),
                 *map(Scalar, plan.sizes),
                 modifiers,
                 kernel["Mode"](*tile),

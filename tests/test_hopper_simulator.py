@@ -79,12 +79,8 @@ FAULTS = {
     "the phase turns too seldom": ("pipeline", "(i // self.STAGES) & 1", "(i // self.STAGES // 2) & 1"),
     "the wait leaves S in flight": ("forward", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
     "O is read while in flight": ("forward", "    o = warpgroup_mma_wait(0, deps=(o_token,))\n", "    o = o_token\n"),
-    "the output buffer is overwritten": ("forward", "        store_wait(0)  #", "        #"),
-    "a turn is not passed on": (
-        "forward",
-        "        barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n",
-        "        pass\n",
-    ),
+    "the output buffer is overwritten": ("forward", "    store_wait(0)  #", "    #"),
+    "a turn is not passed on": ("forward", "    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n", ""),
     "too few bytes are expected": ("pipeline", "desc.block_type.nbytes * self.PARTS", "desc.block_type.nbytes"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)\n", ""),
 }

@@ -42,8 +42,7 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 class Mode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    SLOTS: tiles of queries in flight. STAGED: O leaves through shared memory. TURNS: the warpgroups take turns at
-    issuing products. BARRIERS: the first named barrier.
+    SLOTS: tiles of queries in flight. BARRIERS: the first named barrier.
     CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
@@ -51,9 +50,6 @@ class Mode(NamedTuple):
     BLOCK_N: Any
     STAGES: Any
     SLOTS: Any
-    STAGED: Any
-    Q_IN_REGISTERS: Any
-    TURNS: Any
     BARRIERS: Any
     CAUSAL: Any
     LEFT: Any
@@ -119,28 +115,17 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
 
 
 @gluon.jit
-def queries(queue, entry, WARPGROUP: gl.constexpr, mode):
-    """[64, head_dim]: this warpgroup's operand of S = Q K^T."""
-    q = queue.queries.block(entry, WARPGROUP)
-    if mode.Q_IN_REGISTERS:
-        q = q.load(operand_layout(mode.BLOCK_N))
-    return q
-
-
-@gluon.jit
 def issue(q, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
     """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
     Returns s and the token of O.
     """
     zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
-    if mode.TURNS:
-        barrier_sync(mode.BARRIERS + WARPGROUP, 256)
+    barrier_sync(mode.BARRIERS + WARPGROUP, 256)
     s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
     values.wait(block - 1)
     o_token = warpgroup_mma(p, values.block(block - 1, 0), o, is_async=True)
-    if mode.TURNS:
-        barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
+    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
     return s, o_token
@@ -206,22 +191,27 @@ def begin(s, rows, column, slope, grid, modifiers, dtype: gl.constexpr, p_layout
 
 
 @gluon.jit
-def write(o, m, l, work, rows, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, WARPGROUP: gl.constexpr, mode):
-    """Divide O by the row sums; O leaves through shared memory where there is room for it, LSE directly."""
+def send_columns(o, first_column, row, work, o_desc, buffer):
+    """Send columns of O, [64, those of a block of o_desc], to global memory through shared memory."""
+    store_wait(0)  # what was sent before has left the buffer
+    buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
+    fence_async_shared()
+    tma_store(o_desc, [work.batch, row, work.head, first_column], buffer)
+
+
+@gluon.jit
+def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGROUP: gl.constexpr, mode):
+    """Divide O by the row sums and send it, in halves where shared memory has no room for more; store LSE."""
     m, total, factor = with_sink(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), work, modifiers, mode)
     o = scale_rows(o, gl.where(total == 0.0, 0.0, factor * reciprocal(total)))
-    if mode.STAGED:
-        buffer = o_buffers.index(WARPGROUP)
-        store_wait(0)  # the tile before has left the buffer
-        buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [work.batch, work.row + WARPGROUP * ROWS, work.head, 0], buffer)
+    COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
+    row = work.row + WARPGROUP * ROWS
+    if o.shape[1] == COLUMNS:
+        send_columns(o, 0, row, work, o_desc, buffer)
     else:
-        out_rows = gl.convert_layout(rows, gl.SliceLayout(1, o.type.layout))
-        columns = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-        at = (work.batch.to(gl.int64) * grid.seqlen_q + out_rows) * grid.num_heads + work.head
-        inside = (out_rows < grid.seqlen_q)[:, None] & (columns < o_desc.shape[3])[None, :]
-        gl.store(out_ptr + at[:, None] * o_desc.shape[3] + columns[None, :], o.to(o_desc.dtype), mask=inside)
+        left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+        send_columns(gl.convert_layout(left, product_layout(COLUMNS)), 0, row, work, o_desc, buffer)
+        send_columns(gl.convert_layout(right, product_layout(COLUMNS)), COLUMNS, row, work, o_desc, buffer)
     # After the fence, which would wait for this store.
     lse = gl.where(total == 0.0, float("-inf"), m * LN_2 + gl.log(total))
     at = (work.batch.to(gl.int64) * grid.num_heads + work.head) * grid.seqlen_q + rows
@@ -229,14 +219,14 @@ def write(o, m, l, work, rows, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifi
 
 
 @gluon.jit
-def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode):
+def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode):
     """A warpgroup: 64 rows of every tile that the queue brings."""
     dtype: gl.constexpr = o_desc.dtype
-    DIM_V: gl.constexpr = o_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = values.blocks.shape[4]
     s_layout: gl.constexpr = product_layout(mode.BLOCK_N)
     p_layout: gl.constexpr = operand_layout(DIM_V)
     offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    if mode.TURNS and WARPGROUP == 0:
+    if WARPGROUP == 0:
         barrier_arrive(mode.BARRIERS, 256)
 
     entry = grid.num_tiles * 0
@@ -244,7 +234,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
     work = queue.receive(entry)
     slope = slope_of(work, grid, modifiers, mode)
     keys.wait(block)
-    q = queries(queue, entry, WARPGROUP, mode)
+    q = queue.queries.block(entry, WARPGROUP)
     zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, s_layout)
     s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -257,8 +247,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
     keys.wait(block, work.blocks > 1)
 
     while work.blocks > 0:
-        if not mode.Q_IN_REGISTERS:
-            q = queries(queue, entry, WARPGROUP, mode)
+        q = queue.queries.block(entry, WARPGROUP)
         for i in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
             o, m, l, p = masked_step(q, keys, values, (o, m, l, p), block, i + 1 < work.blocks, rows, column, slope,
@@ -277,13 +266,13 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
         next_work = queue.receive(entry)
         slope = slope_of(next_work, grid, modifiers, mode)
         keys.wait(block, next_work.blocks > 0)
-        q = queries(queue, entry, WARPGROUP, mode)
+        q = queue.queries.block(entry, WARPGROUP)
         s, o_token = issue(q, keys, values, p, o, block, next_work.blocks > 0, WARPGROUP, mode)
         next_rows = next_work.row + offs_m
         column = (next_work.end - 1) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_rows, column, slope, grid, modifiers, dtype, p_layout, mode)
         o = finish(o_token, keys, values, block, next_work.blocks > 1)
-        write(o, m, l, work, rows, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, WARPGROUP, mode)
+        write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
@@ -291,17 +280,14 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, out_
         rows = next_rows
         block += 1
     queue.queries.release(entry)
-    if mode.TURNS and WARPGROUP == 0:
+    if WARPGROUP == 0:
         barrier_sync(mode.BARRIERS, 256)
-    if mode.STAGED:
-        store_wait(0)
+    store_wait(0)
 
 
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
 @gluon.jit(do_not_specialize=["left", "right", "section"])
-def attention_forward(
-    q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, left, right, section, modifiers, mode
-):
+def attention_forward(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, left, right, section, modifiers, mode):
     declare_flag()
     grid = grid_of(q_desc, k_desc, left, right, section, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
@@ -310,15 +296,12 @@ def attention_forward(
     queue = make_queue(q_desc, mode.SLOTS, 2, Q_EMPTIED)
     keys = make_ring(k_desc, mode.STAGES, 1, K_EMPTIED)
     values = make_ring(v_desc, mode.STAGES, 1, V_EMPTIED)
-    if mode.STAGED:
-        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [2, 1, ROWS, 1, o_desc.block_type.shape[3]], o_desc.layout)
-    else:
-        o_buffers = queue.queries.blocks
+    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [2, 1, ROWS, 1, o_desc.block_type.shape[3]], o_desc.layout)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (0, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode)),
-            (attend, (1, queue, keys, values, o_desc, o_buffers, out_ptr, lse_ptr, grid, modifiers, mode)),
+            (attend, (0, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+            (attend, (1, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
             (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode)),
         ],
         [4, 1],

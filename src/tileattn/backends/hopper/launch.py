@@ -17,6 +17,7 @@ from tileattn.backends.hopper.schedule import counter_for, section_of
 from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
 
+MAX_COLUMNS = 128  # of O, sent at a time
 ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -28,18 +29,15 @@ class Tile(NamedTuple):
     block_n: int
     stages: int
     slots: int
-    staged: bool
-    q_in_registers: bool = False
-    turns: bool = True
     block_m: int = 2 * ROWS.value
 
 
 # The first that holds a problem's head dims serves it. Shared memory, 227 KB, is full in all but the first.
 TILES = (
-    Tile(64, 64, block_n=128, stages=4, slots=2, staged=True, q_in_registers=True),
-    Tile(128, 128, block_n=128, stages=2, slots=2, staged=True),
-    Tile(256, 128, block_n=64, stages=2, slots=1, staged=True),
-    Tile(256, 256, block_n=64, stages=2, slots=1, staged=False),
+    Tile(64, 64, block_n=128, stages=4, slots=2),
+    Tile(128, 128, block_n=128, stages=2, slots=2),
+    Tile(256, 128, block_n=64, stages=2, slots=1),
+    Tile(256, 256, block_n=64, stages=2, slots=1),
 )
 
 
@@ -74,9 +72,6 @@ def mode_of(problem: Problem) -> Mode:
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         SLOTS=tile.slots,
-        STAGED=tile.staged,
-        Q_IN_REGISTERS=tile.q_in_registers,
-        TURNS=tile.turns,
         BARRIERS=FIRST_BARRIER,
         CAUSAL=causal,
         LEFT=left,
@@ -92,7 +87,7 @@ def mode_of(problem: Problem) -> Mode:
 def plan_for(problem: Problem) -> Plan:
     p, tile, mode = problem, tile_for(problem), mode_of(problem)
     rows = (ROWS.value, tile.block_n, tile.block_n, ROWS.value)
-    dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
+    dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, min(tile.block_dim_v, MAX_COLUMNS))
     blocks = tuple([1, r, 1, d] for r, d in zip(rows, dims, strict=True))
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks)
     shift = p.seqlen_k - p.seqlen_q
@@ -135,7 +130,6 @@ def arguments(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Ten
         _descriptor(inputs.k, k_block, k_layout),
         _descriptor(inputs.v, v_block, v_layout),
         _descriptor(out, out_block, out_layout),
-        out,
         lse,
         counter,
         *plan.sizes,
