@@ -31,8 +31,8 @@ class Modifiers(NamedTuple):
 
 @gluon.constexpr_function
 def limit_of(dtype):
-    """What a thread's partial sum of p may reach: P must fit its dtype, and float32 sums stay clear of infinity."""
-    return 2.0**14 if dtype == gl.float16 else 2.0**60
+    """What a thread's partial sum of p may reach: P must fit float16; in bfloat16, p times v must fit float32."""
+    return 2.0**14 if dtype == gl.float16 else 2.0**30
 
 
 @gluon.constexpr_function
