@@ -1,9 +1,9 @@
-"""The Hopper forward beside its peers: same tensors, one process, alternating rounds, medians.
+"""The Hopper forward beside its peers, through the public calls: one process, alternating rounds, medians.
 
-    python benchmarks/hopper.py --head-dims 128 --output benchmarks/results/h200-hopper-forward.json
+    python benchmarks/hopper.py --suites square,gqa,window,wide,varlen --output result.json
 
-Batch is 16,384 tokens / seqlen, heads x head_dim is 2,048. Every implementation is called through its Python function
-and allocates its own output; FA3 (package fa3-fwd) is measured where it can be imported.
+Every call has 16,384 tokens; heads x head_dim is 2,048 but where a suite says otherwise. FA3 (package fa3-fwd) and
+cuDNN (through torch) are measured where they can be had and support the call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import functools
 import json
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,45 +24,122 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tileattn.backends import hopper
-from tileattn.problem import Problem
+import tileattn
 
 TOKENS, WIDTH = 16384, 2048
+# Long-tailed: most sequences are short, most tokens lie in a few long ones.
+LENGTHS = (64, 1536, 128, 6144, 256, 64, 768, 128, 3072, 64, 512, 128, 2048, 256, 64, 1024, 128)
 
 
-def implementations(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Callable[[], Any]]:
-    """By name. q, k, v: (batch, seqlen, heads, head_dim); cuDNN gets them in the order that it prefers."""
-    q_heads, k_heads, v_heads = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+class Case(NamedTuple):
+    """One call. data: random; growing: logits grow towards the first key, which is visited last; outlier: one key
+    stands out; large: queries ten times as large."""
 
-    def tileattn() -> Any:
-        problem, inputs = Problem.of(q, k, v, causal=causal)
-        return hopper.forward(problem, inputs)
+    suite: str
+    lengths: tuple[int, ...]
+    head_dim: int
+    head_dim_v: int
+    heads: int
+    heads_k: int
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    data: str = "random"
 
-    def cudnn() -> Any:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=causal)
+    @property
+    def varlen(self) -> bool:
+        return len(set(self.lengths)) > 1
 
-    found: dict[str, Callable[[], Any]] = {"tileattn": tileattn, "cudnn": cudnn}
-    try:
-        from fa3_fwd_interface import flash_attn_func
-    except ImportError:
-        return found
-    return {**found, "fa3": functools.partial(flash_attn_func, q, k, v, causal=causal)}
+    def flops(self) -> float:
+        """Of the scores that are seen, counting half of a causal square."""
+        left, pairs = self.window[0], 0.0
+        for n in self.lengths:
+            pairs += n * left - left**2 / 2 if 0 <= left < n else n**2 / (2 if self.causal else 1)
+        return 2 * pairs * self.heads * (self.head_dim + self.head_dim_v)
+
+    def __str__(self) -> str:
+        size = "varlen" if self.varlen else str(self.lengths[0])
+        dims = f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        heads = f"{self.heads}/{self.heads_k}"
+        return f"{self.suite:7} {dims:9} {heads:6} {size:6} {'causal' if self.causal else 'full':6} {self.data}"
 
 
-def tensors(seqlen: int, head_dim: int, data: str, dtype: torch.dtype) -> list[Tensor]:
-    """data: random; growing: logits grow towards the first key, which is visited last; outlier: one key stands out;
-    large: inputs ten times as large."""
+def cases(suite: str, head_dims: list[int], seqlens: list[int], data: list[str]) -> Iterator[Case]:
+    for causal in (False, True):
+        if suite == "square":
+            for head_dim in head_dims:
+                for n in seqlens:
+                    for kind in data:
+                        heads = WIDTH // head_dim
+                        yield Case(suite, (n,) * (TOKENS // n), head_dim, head_dim, heads, heads, causal, data=kind)
+        elif suite == "gqa":
+            for n in seqlens:
+                yield Case(suite, (n,) * (TOKENS // n), 128, 128, 64, 8, causal)
+        elif suite == "window" and causal:
+            for n in (4096, 16384):
+                yield Case(suite, (n,) * (TOKENS // n), 128, 128, 16, 16, causal, (1024, 0))
+        elif suite == "wide":
+            for n in seqlens:
+                yield Case(suite, (n,) * (TOKENS // n), 192, 128, 16, 16, causal)
+        elif suite == "varlen":
+            yield Case(suite, LENGTHS, 128, 128, 16, 16, causal)
+
+
+def tensors(case: Case, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
-    q, k, v = (torch.randn(shape, device="cuda", generator=generator) for _ in range(3))
-    if data == "growing":
-        k *= torch.linspace(12, 0.1, seqlen, device="cuda")[:, None, None]
-    elif data == "outlier":
-        k[:, seqlen // 3] *= 30
-    elif data == "large":
+    rows = (sum(case.lengths),) if case.varlen else (len(case.lengths), case.lengths[0])
+    shapes = (case.heads, case.head_dim), (case.heads_k, case.head_dim), (case.heads_k, case.head_dim_v)
+    q, k, v = (torch.randn(*rows, *shape, device="cuda", generator=generator) for shape in shapes)
+    n = case.lengths[0]
+    if case.data == "growing":
+        k *= torch.linspace(12, 0.1, n, device="cuda")[:, None, None]
+    elif case.data == "outlier":
+        k[:, n // 3] *= 30
+    elif case.data == "large":
         q *= 10
     return [x.to(dtype) for x in (q, k, v)]
+
+
+def implementations(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    """By name. Each allocates its own output; cuDNN gets its tensors in the order that it prefers."""
+    try:
+        from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+    except ImportError:
+        flash_attn_func = flash_attn_varlen_func = None
+    causal, window = case.causal, case.window
+    found: dict[str, Callable[[], Any]] = {}
+    if case.varlen:
+        ends = torch.tensor((0, *case.lengths), device="cuda").cumsum(0).to(torch.int32)
+        packed = (q, k, v, ends, ends, max(case.lengths), max(case.lengths))
+        found["tileattn"] = functools.partial(tileattn.attention_varlen, *packed, causal=causal, window=window)
+        if flash_attn_varlen_func is not None:
+            found["fa3"] = functools.partial(flash_attn_varlen_func, *packed, causal=causal, window_size=window)
+        return found
+    found["tileattn"] = functools.partial(tileattn.attention, q, k, v, causal=causal, window=window)
+    if flash_attn_func is not None:
+        found["fa3"] = functools.partial(flash_attn_func, q, k, v, causal=causal, window_size=window)
+    if window == (-1, -1):
+        heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+        def cudnn() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(
+                    *heads_first, is_causal=causal, enable_gqa=case.heads > case.heads_k
+                )
+
+        found["cudnn"] = cudnn
+    return found
+
+
+def supported(functions: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    kept = {}
+    for name, function in functions.items():
+        try:
+            function()
+        except RuntimeError as error:  # noqa: PERF203
+            print(f"{name} refuses: {str(error).splitlines()[0][:100]}")
+        else:
+            kept[name] = function
+    return kept
 
 
 def milliseconds(functions: dict[str, Callable[[], Any]], rounds: int, duration: float) -> dict[str, float]:
@@ -87,51 +164,55 @@ def _time(function: Callable[[], Any], repeats: int) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def row(
-    name: str, ms: float, seqlen: int, head_dim: int, causal: bool, data: str, dtype: torch.dtype
-) -> dict[str, Any]:
-    flops = 4 * TOKENS * seqlen * WIDTH / (2 if causal else 1)
-    heads = WIDTH // head_dim
+def matmul_peak(dtype: torch.dtype) -> float:
+    """TFLOP/s of a square product of 8,192: what the matrix units give under this card's power limit."""
+    a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
+    return 2 * 8192**3 / milliseconds({"mm": lambda: a @ b}, 3, 60.0)["mm"] * 1e-9
+
+
+def row(name: str, ms: float, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "impl": name,
         "direction": "forward",
         "dtype": str(dtype).removeprefix("torch."),
-        "batch": TOKENS // seqlen,
-        "heads": heads,
-        "heads_k": heads,
-        "seqlen_q": seqlen,
-        "seqlen_k": seqlen,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim,
-        "causal": causal,
-        "variant": data,
+        "batch": len(case.lengths),
+        "heads": case.heads,
+        "heads_k": case.heads_k,
+        "seqlen_q": max(case.lengths),
+        "seqlen_k": max(case.lengths),
+        "head_dim": case.head_dim,
+        "head_dim_v": case.head_dim_v,
+        "causal": case.causal,
+        "variant": case.data if case.suite == "square" else case.suite,
         "ms": round(ms, 5),
-        "tflops": round(flops / ms * 1e-9, 1),
+        "tflops": round(case.flops() / ms * 1e-9, 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--suites", default="square", help="of square,gqa,window,wide,varlen")
+    parser.add_argument("--head-dims", default="64,128,256", help="of the square suite")
     parser.add_argument("--seqlens", default="1024,4096,16384")
-    parser.add_argument("--data", default="random", help="of random,growing,outlier,large")
+    parser.add_argument("--data", default="random", help="of random,growing,outlier,large, in the square suite")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duration", type=float, default=60.0, help="milliseconds of each round")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
+    head_dims, seqlens = ([*map(int, text.split(","))] for text in (options.head_dims, options.seqlens))
+    peak = matmul_peak(dtype)
+    print(f"matmul {peak:.0f} TFLOP/s")
     rows = []
-    for head_dim in map(int, options.head_dims.split(",")):
-        for seqlen in map(int, options.seqlens.split(",")):
-            for causal in (False, True):
-                for data in options.data.split(","):
-                    functions = implementations(*tensors(seqlen, head_dim, data, dtype), causal)
-                    found = milliseconds(functions, options.rounds, options.duration)
-                    measured = [row(n, ms, seqlen, head_dim, causal, data, dtype) for n, ms in found.items()]
-                    rows += measured
-                    shown = "  ".join(f"{r['impl']} {r['tflops']:.0f}" for r in measured)
-                    print(f"d{head_dim} {seqlen} {'causal' if causal else 'full':6} {data:8} {shown}", flush=True)
+    for suite in options.suites.split(","):
+        for case in cases(suite, head_dims, seqlens, options.data.split(",")):
+            functions = supported(implementations(case, *tensors(case, dtype)))
+            found = milliseconds(functions, options.rounds, options.duration)
+            measured = [row(name, ms, case, dtype) for name, ms in found.items()]
+            rows += measured
+            shown = "  ".join(f"{r['impl']} {r['tflops']:.0f}" for r in measured)
+            print(f"{case} {shown}  ({measured[0]['tflops'] / peak:.0%} of matmul)", flush=True)
     if options.output:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         result = {
@@ -139,6 +220,7 @@ def main() -> None:
             "commit": commit,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            "matmul_tflops": round(peak, 1),
             "rows": rows,
         }
         options.output.write_text(json.dumps(result, indent=1) + "\n")

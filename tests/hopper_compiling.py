@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from tileattn.backends.hopper.forward import attention_forward
 from tileattn.backends.hopper.launch import arguments, plan_for
+from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_sequences
 from tileattn.problem import Inputs, Problem
 
 
@@ -50,30 +51,45 @@ class _Driver:
 
 
 def call_of(
-    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, **options: Any
+    seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, *, group: int = 1, **options: Any
 ) -> tuple[Problem, Inputs]:
     q, k, v = (
-        torch.empty(1, n, 2, d, dtype=dtype)
-        for n, d in ((seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, head_dim_v))
+        torch.empty(1, n, heads, d, dtype=dtype)
+        for n, heads, d in (
+            (seqlen_q, 2 * group, head_dim),
+            (seqlen_k, 2, head_dim),
+            (seqlen_k, 2, head_dim_v),
+        )
     )
     return Problem.of(q, k, v, **options)
 
 
+def packed(call: tuple[Problem, Inputs], **options: Any) -> tuple[Problem, Inputs]:
+    """The same call as one of packed sequences, though of one."""
+    q, k, v = (x[0] for x in call[1][:3])
+    ends = (torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in (q, k))
+    return Problem.of(q, k, v, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)), **options)
+
+
 def compile_forward(problem: Problem, inputs: Inputs) -> Compiled:
-    out = torch.empty(1, problem.seqlen_q, 2, problem.head_dim_v, dtype=problem.dtype)
-    lse, counter = torch.empty(1, 2, problem.seqlen_q), torch.zeros(1, dtype=torch.int32)
+    out = torch.empty(*inputs.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    lse, counter = torch.empty(1, problem.num_heads, problem.seqlen_q), torch.zeros(1, dtype=torch.int32)
+    table = torch.zeros(TABLE_FIELDS, problem.batch + 1, dtype=torch.int32) if problem.varlen else None
+    return _compile(attention_forward, *arguments(plan_for(problem), inputs, out, lse, counter, table))
+
+
+def compile_ranking() -> Compiled:
+    numbers = torch.zeros(8, dtype=torch.int32)
+    return _compile(rank_sequences, numbers, numbers, numbers, 7, 2, 128)
+
+
+def _compile(function: Any, *args: Any) -> Compiled:
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver())
     try:
-        kernel = attention_forward.warmup(
-            *arguments(plan_for(problem), inputs, out, lse, counter), grid=(1,), num_warps=4
-        )
+        kernel = function.warmup(*args, grid=(1,), num_warps=4)
     finally:
         triton.runtime.driver._active = before
-    return _read(kernel)
-
-
-def _read(kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
     nvidia = triton.knobs.nvidia
     # The assembler once more, for what it says: Triton keeps its warnings to itself.

@@ -8,6 +8,7 @@ So a missing wait or an early release shows as a wrong result, a barrier that no
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import threading
 import types
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from tileattn.backends.hopper.launch import mode_of, plan_for
+from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS
 from tileattn.problem import Forward, Inputs, Problem
 
 PACKAGE = "tileattn.backends.hopper"
@@ -183,13 +185,13 @@ class Shared:
 
 
 class Descriptor:
-    """A tensor in global memory, (batch, seqlen, heads, head_dim), read and written in blocks [1, rows, 1, columns]."""
+    """A tensor in global memory, (batch, seqlen, heads, head_dim), read and written in blocks."""
 
     layout = None
 
-    def __init__(self, data: np.ndarray, rows: int, columns: int, dtype: str) -> None:
+    def __init__(self, data: np.ndarray, block: list[int], dtype: str) -> None:
         self.data, self.dtype, self.shape = data, dtype, tuple(map(Scalar, data.shape))
-        self.block_type = types.SimpleNamespace(shape=[1, rows, 1, columns], nbytes=2 * rows * columns)
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * math.prod(block))
 
     def window(self, at: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Where a block at these coordinates lies in the tensor, and which part of the block that is."""
@@ -201,6 +203,13 @@ class Descriptor:
         return tuple(ours), tuple(theirs)
 
 
+def packed(x: np.ndarray, rows: int) -> np.ndarray:
+    """The view of x, (total, heads, head_dim), that _packed_descriptor describes; `rows` rows of NaN lie before it."""
+    around = np.concatenate([np.full((rows, *x.shape[1:]), np.nan, x.dtype), x])
+    shape, strides = (len(x) + 1, rows, *x.shape[1:]), (around.strides[0], *around.strides)
+    return np.lib.stride_tricks.as_strided(around, shape, strides)
+
+
 class Pointer:
     def __init__(self, data: np.ndarray, offset: Any = 0) -> None:
         self.data, self.offset = data, offset
@@ -210,16 +219,17 @@ class Pointer:
 
 
 class Product:
-    """An asynchronous product: computed when it is waited for."""
+    """An asynchronous product: computed when it is waited for. Its accumulator may be the product before it."""
 
-    def __init__(self, a: Any, b: Any, accumulator: np.ndarray | None) -> None:
+    def __init__(self, a: Any, b: Any, accumulator: Any) -> None:
         self.a, self.b, self.accumulator = a, b, accumulator
         self.value: Tile | None = None
 
     def run(self) -> None:
         a = self.a.data if isinstance(self.a, Shared) else np.asarray(self.a)
         value = a.astype(np.float32) @ self.b.data.astype(np.float32)
-        self.value = tile(value if self.accumulator is None else value + self.accumulator)
+        added = self.accumulator.value if isinstance(self.accumulator, Product) else self.accumulator
+        self.value = tile(value if added is None else value + added)
 
 
 def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
@@ -255,9 +265,10 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             desc.data[ours] = block.data[theirs]
 
     def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
-        if isinstance(acc, Product) or isinstance(a, Product):
+        if isinstance(a, Product) or (isinstance(acc, Product) and acc is not _here.products[-1]):
             raise FaultError("a product's result is used before it was waited for")
-        _here.products.append(Product(a, b, np.array(acc) if use_acc else None))
+        accumulator = (acc if isinstance(acc, Product) else np.array(acc)) if use_acc else None
+        _here.products.append(Product(a, b, accumulator))
         return _here.products[-1]
 
     def multiply_wait(pending: int, deps: tuple[Product, ...]) -> Any:
@@ -271,6 +282,15 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
     def wait(barrier: MBarrier, phase: int, pred: Any = True) -> None:
         if pred:
             machine.wait_for(lambda: barrier.phase != int(phase), f"an mbarrier's phase {int(phase)}")
+
+    def load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
+        if not np.ndim(pointer.offset):
+            value = pointer.data.reshape(-1)[int(pointer.offset)]
+            return Scalar(value) if pointer.data.dtype.kind == "i" else value
+        at, mask = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(mask))
+        found = np.full(at.shape, 0 if other is None else other, pointer.data.dtype)
+        found[mask] = pointer.data.reshape(-1)[at[mask]]
+        return tile(found)
 
     def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
         at, value, mask = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(value), np.asarray(mask))
@@ -301,12 +321,12 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         maximum=lambda a, b: tile(np.maximum(a, b)) if np.ndim(a) else Scalar(max(a, b)),
         minimum=lambda a, b: tile(np.minimum(a, b)) if np.ndim(a) else Scalar(min(a, b)),
         max=lambda x, axis: tile(np.max(x, axis)) if x.ndim > 1 else Scalar(np.max(x)),
-        sum=lambda x, axis: tile(np.sum(x, axis)),
+        sum=lambda x, axis: tile(np.sum(x, axis)) if x.ndim > 1 else Scalar(np.sum(x)),
         exp2=lambda x: tile(np.exp2(np.asarray(x, np.float32))),
         log=lambda x: tile(np.log(x)),
         abs=lambda x: tile(np.abs(x)),
         split=lambda x: (x[..., 0], x[..., 1]),
-        load=lambda pointer: pointer.data.reshape(-1)[int(pointer.offset)],
+        load=load,
         convert_layout=lambda x, layout: x,
         allocate_shared_memory=allocate,
         atomic_add=atomic_add,
@@ -359,6 +379,7 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
         barrier_arrive=arrive,
         declare_flag=lambda: None,
         any_reaches=lambda x, limit: int(not np.all(x < limit)),
+        boundary=lambda x: x,
         narrow=lambda x, dtype: tile(_round(x, dtype)),
         reciprocal=lambda x: tile(1.0 / x),
     )
@@ -412,13 +433,19 @@ class Kernel:
             self.sources[name] = self.sources[name].replace(old, new)
 
     def forward(self, problem: Problem, inputs: Inputs, programs: int = 3, seed: int = 0) -> Forward:
-        """The backend's forward, on this many programs, one after the other."""
+        """The backend's forward, on up to this many programs, one after the other."""
         plan, tile = plan_for(problem), mode_of(problem)
+        programs = programs if problem.varlen else min(programs, plan.most_programs)
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
-        out = np.full((*inputs.q.shape[:3], problem.head_dim_v), np.nan, np.float32)
-        lse = np.full((problem.batch, problem.num_heads, problem.seqlen_q), np.nan, np.float32)
+        *of_batch, rows, heads, _ = inputs.q.shape
+        out = np.full((*of_batch, rows, heads, problem.head_dim_v), np.nan, np.float32)
+        lse = np.full((*of_batch, heads, rows), np.nan, np.float32)
         counter = np.zeros(1, int)
-        tensors = (*(x.float().numpy() for x in inputs[:3]), out)
+        tensors = [*(x.float().numpy() for x in inputs[:3]), out]
+        table = None
+        if problem.varlen:
+            tensors = [packed(x, block[1]) for x, block in zip(tensors, plan.blocks, strict=True)]
+            table = self.rank(inputs, heads // tile.PACK, tile.BLOCK_M)
         slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
         if slopes is not None:
             slopes = slopes.expand(problem.batch, -1).contiguous()
@@ -429,15 +456,32 @@ class Kernel:
                 *plan.scales, *(None if x is None else Pointer(x.numpy()) for x in (slopes, sink))
             )
             kernel["attention_forward"](
-                *(Descriptor(x, b[1], b[3], dtype) for x, b in zip(tensors, plan.blocks, strict=True)),
-                *map(Pointer, (lse, counter)),
-                *map(Scalar, plan.sizes),
+                *(Descriptor(x, block, dtype) for x, block in zip(tensors, plan.blocks, strict=True)),
+                *(None if x is None else Pointer(x) for x in (lse, counter, table)),
+                *map(Scalar, (problem.batch, *plan.sizes)),
                 modifiers,
                 kernel["Mode"](*tile),
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
+        if problem.varlen:
+            view = tensors[3]
+            if not np.isnan(view[0]).all():
+                raise FaultError("written before the first sequence")
+            out = view[1:, -1]
         return Forward(torch.from_numpy(out).to(problem.dtype), torch.from_numpy(lse))
+
+    def rank(self, inputs: Inputs, packs: int, block_m: int) -> np.ndarray:
+        """The table of packed sequences."""
+        assert inputs.cu_seqlens_q is not None
+        assert inputs.cu_seqlens_k is not None
+        sequences = len(inputs.cu_seqlens_q) - 1
+        table = np.full((TABLE_FIELDS, sequences + 1), -1)
+        arguments = (inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy(), table)
+        for program in range(sequences // RANKED.value + 1):
+            kernel = self._load("schedule", _triton(Machine(0), program, 0))
+            kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, packs, block_m)))
+        return table
 
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
         def load(wanted: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:

@@ -9,7 +9,7 @@ from tileattn.backends import hopper
 from tileattn.problem import Problem
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from tileattn.backends.hopper.launch import _descriptor, plan_for, tile_for
+from tileattn.backends.hopper.launch import _descriptor, pack_for, plan_for, tile_for
 
 PLAIN = Problem(
     batch=2,
@@ -30,7 +30,6 @@ REFUSED = {
     "few_queries": {"seqlen_q": 8},
     "no_keys": {"seqlen_k": 0},
     "scale": {"scale": -0.1},
-    "varlen": {"varlen": True},
     "bias": {"has_bias": True},
     "mask": {"has_mask": True},
     "dropout": {"dropout_p": 0.1},
@@ -56,6 +55,23 @@ def test_what_it_does_not_serve_is_refused_with_a_reason(name):
     assert hopper.supports(dataclasses.replace(PLAIN, **REFUSED[name]))
 
 
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "pack"),
+    [
+        (1024, (8, 1), 1),
+        (1000, (8, 1), 1),
+        (64, (8, 1), 2),
+        (16, (8, 1), 8),
+        (1, (6, 1), 2),
+        (20, (12, 3), 4),
+        (16, (8, 8), 1),
+    ],
+)
+def test_heads_share_a_tile_where_that_fills_it(seqlen_q, heads, pack):
+    problem = dataclasses.replace(PLAIN, seqlen_q=seqlen_q, num_heads=heads[0], num_heads_k=heads[1])
+    assert pack_for(problem) == pack
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_it_has_no_backward():
     assert hopper.supports(PLAIN, "backward") == "has no backward"
@@ -63,7 +79,7 @@ def test_it_has_no_backward():
 
 @pytest.mark.parametrize(
     ("dims", "block_dims"),
-    [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((192, 128), (256, 128)), ((128, 192), (256, 256))],
+    [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((192, 128), (192, 128)), ((128, 192), (256, 256))],
 )
 def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
     tile = tile_for(dataclasses.replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1]))
@@ -78,6 +94,8 @@ def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
         ({"window_right": 0, "seqlen_k": 300}, 2),
         ({"window_right": 0, "head_dim": 256}, 2),
         ({"window_right": 0, "head_dim": 256, "seqlen_k": 300}, 3),
+        ({"window_right": 0, "varlen": True}, 2),
+        ({"window_right": 0, "seqlen_q": 16, "num_heads": 8, "num_heads_k": 1}, 2),
     ],
 )
 def test_how_many_blocks_the_diagonal_crosses(changes, masked):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from hopper_compiling import call_of, compile_forward
+from hopper_compiling import call_of, compile_forward, compile_ranking, packed
 
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
 
@@ -15,17 +15,22 @@ MODIFIERS = {"window": (100, -1), "softcap": 3.0, "alibi_slopes": torch.ones(2),
 KERNELS = {
     "64_full": (64, 64, 256, {}, 56, 16),
     "128_full": (128, 128, 256, {}, 80, 16),
-    "128_causal": (128, 128, 256, {"causal": True}, 80, 32),
-    "192_128_causal": (192, 128, 256, {"causal": True}, 152, 16),
-    "256_causal": (256, 256, 256, {"causal": True}, 152, 160),
-    "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 80, 160),
+    "128_causal": (128, 128, 256, {"causal": True}, 80, 16),
+    "192_128_causal": (192, 128, 256, {"causal": True}, 104, 180),
+    "256_causal": (256, 256, 256, {"causal": True}, 152, 96),
+    "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 80, 64),
+    "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 112, 32),
+    "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 120),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_products_stay_asynchronous_and_softmax_lies_between_the_waits(name):
     head_dim, head_dim_v, seqlen_k, options, products, spills = KERNELS[name]
-    found = compile_forward(*call_of(256, seqlen_k, head_dim, head_dim_v, torch.bfloat16, **options))
+    options = dict(options)
+    varlen = options.pop("varlen", False)
+    call = call_of(256 // options.get("group", 1), seqlen_k, head_dim, head_dim_v, torch.bfloat16, **options)
+    found = compile_forward(*(packed(call, **options) if varlen else call))
     assert found.warnings == []
     assert found.count("HGMMA") == products
     assert found.spills <= spills
@@ -42,6 +47,25 @@ def test_products_stay_asynchronous_and_softmax_lies_between_the_waits(name):
             in_flight = False
             assert exponentials >= 32
         exponentials += "MUFU.EX2" in line
+
+
+@pytest.mark.parametrize(("head_dim", "exponentials"), [(64, 64), (128, 64), (256, 32)])
+def test_exponentials_come_in_one_run_and_their_sums_behind_a_boundary(head_dim, exponentials):
+    code = compile_forward(*call_of(256, 256, head_dim, head_dim, torch.bfloat16)).code
+    runs = [[]]
+    for line in code:
+        name = re.search(r"\b(MUFU\.EX2|FADD|VOTEU|WARPGROUP\.DEPBAR)\b", line)
+        if name and name[1] in ("VOTEU", "WARPGROUP.DEPBAR"):
+            runs.append([])
+        elif name:
+            runs[-1].append(name[1])
+    # In each warpgroup a step, a tile's first block and a program's first; also a block that is done over.
+    assert sum(run == ["MUFU.EX2"] * exponentials for run in runs) >= 6
+
+
+def test_the_ranking_of_sequences_needs_no_shared_memory():
+    found = compile_ranking()
+    assert found.spills == found.shared == 0
 
 
 def test_named_barriers_of_triton_and_ours_are_apart():

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not hopper._is_hopper(torch.device("cuda", 0)), reason="needs a Hopper GPU"),
 ]
 
+LENGTHS = (17, 400, 0, 128, 1, 90, 2000, 33, 256, 5, 700, 64, 129) * 3
 CASES = {
     "one_tile": {"seqlen_q": 128, "seqlen_k": 128},
     "two_tiles": {"seqlen_q": 256, "seqlen_k": 256},
@@ -30,6 +31,13 @@ CASES = {
     "mqa": {"seqlen_q": 300, "seqlen_k": 400, "num_heads": 5, "num_heads_k": 1},
     "bhsd": {"seqlen_q": 300, "seqlen_k": 300, "layout": "bhsd", "causal": True},
     "sliced": {"seqlen_q": 300, "seqlen_k": 300, "layout": "sliced"},
+    "few_queries": {"seqlen_q": 16, "seqlen_k": 500, "num_heads": 16, "num_heads_k": 2, "causal": True},
+    "packed_heads": {"seqlen_q": 70, "seqlen_k": 500, "num_heads": 12, "num_heads_k": 2, "batch": 3},
+    "varlen": {"lengths_q": (70, 0, 129, 1, 300), "lengths_k": (70, 65, 64, 0, 300)},
+    "varlen_causal": {"lengths_q": (64, 1, 130, 700), "lengths_k": (100, 300, 65, 700), "causal": True},
+    "varlen_long_tailed": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "causal": True, "num_heads_k": 1},
+    "varlen_window": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "window": (150, 40)},
+    "varlen_few_queries": {"lengths_q": (9, 16, 1), "lengths_k": (900, 33, 0), "num_heads": 16, "num_heads_k": 2},
     "scale": {"seqlen_q": 256, "seqlen_k": 256, "scale": 0.31},
     "sharp": {"seqlen_q": 1024, "seqlen_k": 1024, "magnitude": 30.0},
     "sharp_causal": {"seqlen_q": 1024, "seqlen_k": 1024, "magnitude": 30.0, "causal": True},
@@ -43,6 +51,15 @@ MODIFIERS = {
     "sink": {"sink": True, "causal": True, "seqlen_k": 200},
     "sink_full": {"sink": True},
     "everything": {"causal": True, "window": (150, -1), "softcap": 5.0, "alibi": True, "sink": True, "num_heads": 4},
+    "packed_heads": {"seqlen_q": 20, "num_heads": 8, "num_heads_k": 2, "causal": True, "alibi": True, "sink": True},
+    "varlen": {
+        "lengths_q": (70, 0, 129, 300),
+        "lengths_k": (70, 65, 64, 400),
+        "causal": True,
+        "softcap": 5.0,
+        "alibi": True,
+        "sink": True,
+    },
 }
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72))
 
@@ -138,6 +155,30 @@ def test_streams_do_not_share_a_counter():
                 outs.append(hopper.forward(problem, inputs).out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_do_not_touch(causal):
+    lengths = (100, 60, 300)
+    case = Case(lengths_q=lengths, lengths_k=lengths, head_dim=128, head_dim_v=128, causal=causal, dtype=torch.bfloat16)
+    problem, inputs, _, _ = build(case, "cuda")
+    expected = hopper.forward(problem, inputs)
+    for x in inputs[:3]:
+        x[100:160] = float("nan")
+    found = hopper.forward(problem, inputs)
+    for rows in (slice(0, 100), slice(160, None)):
+        assert torch.equal(found.out[rows], expected.out[rows])
+        assert torch.equal(found.lse[:, rows], expected.lse[:, rows])
+    assert found.out[100:160].isnan().all()
+
+
+def test_no_rows_or_no_keys_in_packed_sequences():
+    for lengths_q, lengths_k in (((0, 0), (70, 5)), ((70, 5), (0, 0))):
+        case = Case(lengths_q=lengths_q, lengths_k=lengths_k, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+        problem, inputs, _, _ = build(case, "cuda")
+        out, lse = hopper.forward(problem, inputs)
+        assert not out.any()
+        assert torch.equal(lse, torch.full_like(lse, float("-inf")))
 
 
 def test_a_captured_graph_replays():

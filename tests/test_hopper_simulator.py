@@ -30,6 +30,22 @@ CASES = {
     "softcap": {"softcap": 3.0, "causal": True},
     "alibi": {"alibi": True, "causal": True, "batch": 2},
     "sink": {"sink": True, "causal": True, "seqlen_k": 200},
+    "packed_heads": {"seqlen_q": 20, "num_heads": 8, "num_heads_k": 2, "causal": True, "alibi": True, "sink": True},
+    "packed_heads_of_three_groups": {"seqlen_q": 70, "num_heads": 6, "num_heads_k": 3, "batch": 2},
+    "varlen": {"lengths_q": (70, 0, 129, 1, 300), "lengths_k": (70, 65, 64, 0, 300)},
+    "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 300, 65), "causal": True},
+    "varlen_everything": {
+        "lengths_q": (0, 67, 1, 140),
+        "lengths_k": (12, 329, 40, 0),
+        "num_heads": 4,
+        "causal": True,
+        "window": (150, -1),
+        "softcap": 5.0,
+        "alibi": True,
+        "sink": True,
+    },
+    "varlen_head_dim_192": {"lengths_q": (64, 130), "lengths_k": (200, 65), "head_dim": 192, "head_dim_v": 128},
+    "varlen_many": {"lengths_q": (3,) * 130, "lengths_k": (5,) * 40 + (2,) * 90, "num_heads": 2, "num_heads_k": 1},
     "everything": {"causal": True, "window": (150, -1), "softcap": 5.0, "alibi": True, "sink": True, "num_heads": 4},
 }
 
@@ -68,11 +84,11 @@ FAULTS = {
     ),
     "queries are released before the tile is done": (
         "forward",
-        "        for i in range(mode.MASKED, work.blocks):",
-        "        queue.queries.release(entry)\n        for i in range(mode.MASKED, work.blocks):",
+        "        for _ in range(mode.MASKED, work.blocks):",
+        "        queue.queries.release(entry)\n        for _ in range(mode.MASKED, work.blocks):",
     ),
     "nobody waits for the values": ("forward", "    values.wait(block - 1)\n", ""),
-    "nobody waits for the next keys": ("forward", "    keys.wait(block + 1, more)\n", ""),
+    "nobody waits for the keys": ("forward", "    keys.wait(block, more)\n", ""),
     "nobody releases the values": ("forward", "    values.release(block - 1)\n", ""),
     "the next block is written without asking": ("forward", "            keys.acquire(block)\n", ""),
     "the phase is swapped": ("pipeline", "(i // self.STAGES) & 1", "((i // self.STAGES) & 1) ^ 1"),
@@ -81,17 +97,52 @@ FAULTS = {
     "O is read while in flight": ("forward", "    o = warpgroup_mma_wait(0, deps=(o_token,))\n", "    o = o_token\n"),
     "the output buffer is overwritten": ("forward", "    store_wait(0)  #", "    #"),
     "a turn is not passed on": ("forward", "    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n", ""),
-    "too few bytes are expected": ("pipeline", "desc.block_type.nbytes * self.PARTS", "desc.block_type.nbytes"),
+    "too few bytes are expected": ("pipeline", "* self.ROW_PARTS * self.COLUMN_PARTS)", ")"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)\n", ""),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault):
-    problem, inputs, _, _ = build(SMALL.but(seqlen_k=1024, num_heads=3, num_heads_k=3, head_dim=128, head_dim_v=128))
+PACKED_FAULTS = {
+    "a sequence's end is not minded": ("schedule", "gl.minimum(gl.maximum(length - row, 0), ROWS)", "ROWS"),
+    "tiles are counted from the first sequence": ("schedule", "tile - gl.load(entry), 0)", "tile, 0)"),
+    "a program has no tile": (
+        "schedule",
+        "gl.maximum(gl.load(table_ptr + sequences), gl.num_programs(0))",
+        "gl.load(table_ptr + sequences)",
+    ),
+    "equal lengths share a place": ("schedule", "(longer | earlier)", "longer"),
+}
+
+
+def expect_fault(problem, inputs, edit) -> None:
     exact = standard_attention(problem, inputs, torch.float64).out
     try:
-        found = Kernel(FAULTS[fault]).forward(problem, inputs).out
-    except FaultError:
+        found = Kernel(edit).forward(problem, inputs).out
+    except (FaultError, ZeroDivisionError):
         return
     assert not torch.allclose(found.double(), exact, atol=0.02), "the result is right all the same"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    case = SMALL.but(seqlen_k=1024, num_heads=3, num_heads_k=3, head_dim=128, head_dim_v=128)
+    problem, inputs, _, _ = build(case)
+    expect_fault(problem, inputs, FAULTS[fault])
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_a_fault_planted_in_packed_sequences_is_caught(fault):
+    lengths = (60, 100) if fault != "equal lengths share a place" else (100, 100)
+    problem, inputs, _, _ = build(SMALL.but(lengths_q=lengths, lengths_k=lengths, num_heads=1, num_heads_k=1))
+    expect_fault(problem, inputs, PACKED_FAULTS[fault])
+
+
+def test_sequences_do_not_touch():
+    problem, inputs, _, _ = build(SMALL.but(lengths_q=(100, 60, 130), lengths_k=(100, 60, 130)))
+    expected = Kernel().forward(problem, inputs)
+    for x in inputs[:3]:
+        x[100:160] = float("nan")
+    found = Kernel().forward(problem, inputs)
+    for rows in (slice(0, 100), slice(160, None)):
+        assert torch.equal(found.out[rows], expected.out[rows])
+        assert torch.equal(found.lse[:, rows], expected.lse[:, rows])

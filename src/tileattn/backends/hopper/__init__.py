@@ -12,7 +12,7 @@ from tileattn.backends import Direction, Tiles
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 try:
-    from tileattn.backends.hopper.launch import TILES, forward, tile_for
+    from tileattn.backends.hopper.launch import TILES, forward, pack_for, tile_for
 except ImportError as error:  # no Triton, or one without what gluon_names.py names
     _import_error: str | None = str(error)
 else:
@@ -20,7 +20,7 @@ else:
 
 __all__ = ["backward", "forward", "supports", "tiles"]
 
-MIN_SEQLEN_Q = 64
+MIN_ROWS = 64  # of a tile, below which it stands empty
 
 
 def supports(problem: Problem, direction: Direction = "forward") -> str | None:
@@ -37,8 +37,10 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
         return f"head_dim {p.head_dim}/{p.head_dim_v} is not a multiple of 8 (rows of 16 bytes)"
     if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in TILES):
         return f"head_dim {p.head_dim}/{p.head_dim_v} is above 256"
-    if p.seqlen_q < MIN_SEQLEN_Q or p.seqlen_k == 0 or p.batch == 0:
-        return f"seqlen_q {p.seqlen_q} is below {MIN_SEQLEN_Q}, or there are no keys: its tiles would stand empty"
+    if p.seqlen_q * pack_for(p) < MIN_ROWS:
+        return f"seqlen_q {p.seqlen_q} fills less than {MIN_ROWS} rows of a tile"
+    if p.seqlen_k == 0 or p.batch == 0:
+        return "has nothing to do: no keys, or no sequences"
     if p.scale <= 0.0:
         return f"scale {p.scale} is not positive"
     return _modifiers(p)
@@ -46,7 +48,6 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
 
 def _modifiers(p: Problem) -> str | None:
     present = {
-        "varlen": p.varlen,
         "bias": p.has_bias,
         "mask": p.has_mask,
         "dropout": p.dropout_p > 0.0,
@@ -68,7 +69,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
     tile = tile_for(problem)
-    return Tiles(tile.block_m, tile.block_n, f"two warpgroups of 64 rows, {tile.stages} tiles in flight")
+    return Tiles(tile.rows, tile.block_n, f"two warpgroups of 64 rows, {tile.stages} tiles in flight")
 
 
 def backward(

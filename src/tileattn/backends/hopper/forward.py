@@ -20,8 +20,8 @@ from tileattn.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tileattn.backends.hopper.pipeline import make_queue, make_ring
-from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, declare_flag, reciprocal
-from tileattn.backends.hopper.schedule import grid_of, locate, next_tile
+from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, boundary, declare_flag, reciprocal
+from tileattn.backends.hopper.schedule import coordinates, grid_of, locate, next_tile, sequence_of
 from tileattn.backends.hopper.softmax import (
     NOTHING,
     exponentials,
@@ -30,8 +30,8 @@ from tileattn.backends.hopper.softmax import (
     limit_of,
     modify,
     raised,
+    rows_of,
     scale_rows,
-    slope_of,
     with_sink,
 )
 
@@ -42,15 +42,20 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 class Mode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    SLOTS: tiles of queries in flight. BARRIERS: the first named barrier.
+    BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k, that a tile takes together.
+    SLOTS: tiles of queries in flight. COLUMN_PARTS: blocks side by side that hold head_dim. BARRIERS: the first named
+    barrier. VARLEN: sequences of different lengths are packed.
     CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
     BLOCK_M: Any
     BLOCK_N: Any
     STAGES: Any
+    PACK: Any
     SLOTS: Any
+    COLUMN_PARTS: Any
     BARRIERS: Any
+    VARLEN: Any
     CAUSAL: Any
     LEFT: Any
     HIDES: Any
@@ -73,41 +78,43 @@ def operand_layout(columns):
 
 
 @gluon.jit
-def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
+def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, grid, mode):
     """The loading warp: for every tile its number, its queries and, last block first, its keys and values.
 
     Values come one block after the keys they belong to, across tiles too, as the products want them.
     """
     tile = gl.program_id(0)
-    entry = grid.num_tiles * 0
-    block = grid.num_tiles * 0
-    batch_v = grid.num_tiles * 0
-    head_v = grid.num_tiles * 0
-    row_v = grid.num_tiles * 0
+    zero = grid.num_tiles * 0
+    entry = zero
+    block = zero
+    sequence = zero
+    batch, first, length, head = zero, zero, zero, zero  # of the keys whose values are next
+    row = zero
     while tile < grid.num_tiles:
-        work = locate(tile, grid, mode)
+        sequence = sequence_of(tile, sequence, table_ptr, grid, mode)
+        work = locate(tile, sequence, table_ptr, grid, mode)
         row_k = (work.end - 1) * mode.BLOCK_N
+        head_k = work.head // grid.group
         keys.acquire(block)
-        keys.fill(block, k_desc, work.batch, row_k, work.head // grid.group)
+        keys.fill(block, k_desc, work.batch, work.first_k, row_k, work.seqlen_k, head_k, mode)
         if block > 0:
             values.acquire(block - 1)
-            values.fill(block - 1, v_desc, batch_v, row_v, head_v)
-        queue.send(entry, work, q_desc)
+            values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
+        queue.send(entry, work, q_desc, mode)
         tile = next_tile(counter_ptr, grid.num_tiles)
-        batch_v = work.batch
-        head_v = work.head // grid.group
-        row_v = row_k
+        batch, first, length, head = work.batch, work.first_k, work.seqlen_k, head_k
+        row = row_k
         block += 1
         for _ in range(1, work.blocks):
             keys.acquire(block)
-            keys.fill(block, k_desc, batch_v, row_v - mode.BLOCK_N, head_v)
+            keys.fill(block, k_desc, batch, first, row - mode.BLOCK_N, length, head, mode)
             values.acquire(block - 1)
-            values.fill(block - 1, v_desc, batch_v, row_v, head_v)
-            row_v -= mode.BLOCK_N
+            values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
+            row -= mode.BLOCK_N
             block += 1
         entry += 1
     values.acquire(block - 1)
-    values.fill(block - 1, v_desc, batch_v, row_v, head_v)
+    values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
     queue.close(entry)
     keys.drain(block)
     values.drain(block)
@@ -115,30 +122,35 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode):
 
 
 @gluon.jit
-def issue(q, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
+def multiply(queries, entry, keys, block, WARPGROUP: gl.constexpr, mode):
+    """Start S = Q K^T of a block and return its token."""
+    s = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
+    for c in gl.static_range(mode.COLUMN_PARTS):
+        q = queries.block(entry, WARPGROUP, c)
+        s = warpgroup_mma(q, keys.block(block, 0, c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue(queries, entry, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
     """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
     Returns s and the token of O.
     """
-    zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
+    keys.wait(block, more)
     barrier_sync(mode.BARRIERS + WARPGROUP, 256)
-    s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = multiply(queries, entry, keys, block, WARPGROUP, mode)
     values.wait(block - 1)
-    o_token = warpgroup_mma(p, values.block(block - 1, 0), o, is_async=True)
+    o_token = warpgroup_mma(p, values.block(block - 1, 0, 0), o, is_async=True)
     barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
-    return s, o_token
+    return boundary(s), o_token
 
 
 @gluon.jit
-def finish(o_token, keys, values, block, more):
-    """Wait for O of the block before, after the next block's keys.
-
-    The order keeps the assembler from hoisting the wait for O above the softmax: a wait for an mbarrier is a loop,
-    which it does not move code across.
-    """
-    keys.wait(block + 1, more)
+def finish(o_token, values, block):
+    """Wait for O of the block before."""
     o = warpgroup_mma_wait(0, deps=(o_token,))
     values.release(block - 1)
     return o
@@ -146,31 +158,30 @@ def finish(o_token, keys, values, block, more):
 
 @gluon.jit
 def masked_step(
-    q, keys, values, state, block, more, rows, column, slope, grid, modifiers, WARPGROUP: gl.constexpr, mode
+    queries, entry, keys, values, state, block, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
     """A further block that may hide scores: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
-    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
+    s, o_token = issue(queries, entry, keys, values, p, o, block, True, WARPGROUP, mode)
+    s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
-    l = scale_rows(l, alpha) + parts
-    o = finish(o_token, keys, values, block, more)
-    return scale_rows(o, alpha), m, l, p
+    o = finish(o_token, values, block)
+    return scale_rows(o, alpha), m, scale_rows(l, alpha) + parts, p
 
 
 @gluon.jit
-def step(q, keys, values, state, block, more, rows, column, slope, grid, modifiers, WARPGROUP: gl.constexpr, mode):
+def step(queries, entry, keys, values, state, block, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode):
     """A block that all rows see whole."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(q, keys, values, p, o, block, True, WARPGROUP, mode)
-    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
+    s, o_token = issue(queries, entry, keys, values, p, o, block, True, WARPGROUP, mode)
+    s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
-    o = finish(o_token, keys, values, block, more)
+    o = finish(o_token, values, block)
     if too_large != 0:
         m, alpha = raised(m, s, unit, dtype)
         p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
@@ -180,9 +191,9 @@ def step(q, keys, values, state, block, more, rows, column, slope, grid, modifie
 
 
 @gluon.jit
-def begin(s, rows, column, slope, grid, modifiers, dtype: gl.constexpr, p_layout: gl.constexpr, mode):
+def begin(s, rows, column, grid, modifiers, dtype: gl.constexpr, p_layout: gl.constexpr, mode):
     """m, row parts and p of a tile's first block."""
-    s, unit = modify(s, rows, column, slope, grid, modifiers, mode, product_layout(mode.BLOCK_N))
+    s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     if mode.HIDES:
         s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m = gl.maximum(gl.max(s, 1) * unit + headroom_of(dtype), NOTHING)
@@ -191,31 +202,34 @@ def begin(s, rows, column, slope, grid, modifiers, dtype: gl.constexpr, p_layout
 
 
 @gluon.jit
-def send_columns(o, first_column, row, work, o_desc, buffer):
+def send_columns(o, first_column, row, work, o_desc, buffer, mode):
     """Send columns of O, [64, those of a block of o_desc], to global memory through shared memory."""
     store_wait(0)  # what was sent before has left the buffer
     buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
     fence_async_shared()
-    tma_store(o_desc, [work.batch, row, work.head, first_column], buffer)
+    x, y = coordinates(work.batch, work.first_q, row, work.seqlen_q, o_desc.block_type.shape[1], mode)
+    tma_store(o_desc, [x, y, work.head, first_column], buffer)
 
 
 @gluon.jit
 def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGROUP: gl.constexpr, mode):
     """Divide O by the row sums and send it, in halves where shared memory has no room for more; store LSE."""
-    m, total, factor = with_sink(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), work, modifiers, mode)
+    m, total, factor = with_sink(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), rows, modifiers, mode)
     o = scale_rows(o, gl.where(total == 0.0, 0.0, factor * reciprocal(total)))
     COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
-    row = work.row + WARPGROUP * ROWS
+    row = work.row + WARPGROUP * o_desc.block_type.shape[1]
     if o.shape[1] == COLUMNS:
-        send_columns(o, 0, row, work, o_desc, buffer)
+        send_columns(o, 0, row, work, o_desc, buffer, mode)
     else:
         left, right = gl.split(o.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
-        send_columns(gl.convert_layout(left, product_layout(COLUMNS)), 0, row, work, o_desc, buffer)
-        send_columns(gl.convert_layout(right, product_layout(COLUMNS)), COLUMNS, row, work, o_desc, buffer)
+        send_columns(gl.convert_layout(left, product_layout(COLUMNS)), 0, row, work, o_desc, buffer, mode)
+        send_columns(gl.convert_layout(right, product_layout(COLUMNS)), COLUMNS, row, work, o_desc, buffer, mode)
     # After the fence, which would wait for this store.
     lse = gl.where(total == 0.0, float("-inf"), m * LN_2 + gl.log(total))
-    at = (work.batch.to(gl.int64) * grid.num_heads + work.head) * grid.seqlen_q + rows
-    gl.store(lse_ptr + at, lse, mask=rows < grid.seqlen_q)
+    head = rows.head.to(gl.int64)
+    if not mode.VARLEN:
+        head += work.batch * grid.num_heads
+    gl.store(lse_ptr + (head * grid.seqlen_q + work.first_q + rows.position), lse, mask=rows.position < work.seqlen_q)
 
 
 @gluon.jit
@@ -229,55 +243,47 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     if WARPGROUP == 0:
         barrier_arrive(mode.BARRIERS, 256)
 
-    entry = grid.num_tiles * 0
-    block = grid.num_tiles * 0
-    work = queue.receive(entry)
-    slope = slope_of(work, grid, modifiers, mode)
+    entry = grid.num_heads * 0
+    block = grid.num_heads * 0
+    work = queue.receive(entry, grid)
     keys.wait(block)
-    q = queue.queries.block(entry, WARPGROUP)
-    zero = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, s_layout)
-    s_token = warpgroup_mma(q, keys.block(block, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s_token,))
+    s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, entry, keys, block, WARPGROUP, mode),))
     keys.release(block)
-    rows = work.row + offs_m
+    rows = rows_of(work, offs_m, grid, modifiers, mode)
     column = (work.end - 1) * mode.BLOCK_N
-    m, l, p = begin(s, rows, column, slope, grid, modifiers, dtype, p_layout, mode)
+    m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
     o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
     block += 1
-    keys.wait(block, work.blocks > 1)
 
     while work.blocks > 0:
-        q = queue.queries.block(entry, WARPGROUP)
-        for i in gl.static_range(1, mode.MASKED):
+        rows = rows_of(work, offs_m, grid, modifiers, mode)
+        for _ in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
-            o, m, l, p = masked_step(q, keys, values, (o, m, l, p), block, i + 1 < work.blocks, rows, column, slope,
-                                     grid, modifiers, WARPGROUP, mode)  # fmt: skip
+            o, m, l, p = masked_step(queue.queries, entry, keys, values, (o, m, l, p), block, rows,
+                                     column, grid, modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        for i in range(mode.MASKED, work.blocks):
+        for _ in range(mode.MASKED, work.blocks):
             column -= mode.BLOCK_N
             advance: gl.constexpr = masked_step if mode.LEFT else step
-            o, m, l, p = advance(q, keys, values, (o, m, l, p), block, i + 1 < work.blocks, rows, column, slope, grid,
-                                 modifiers, WARPGROUP, mode)  # fmt: skip
+            o, m, l, p = advance(queue.queries, entry, keys, values, (o, m, l, p), block, rows, column,
+                                 grid, modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
         queue.queries.release(entry)
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
-        next_work = queue.receive(entry)
-        slope = slope_of(next_work, grid, modifiers, mode)
-        keys.wait(block, next_work.blocks > 0)
-        q = queue.queries.block(entry, WARPGROUP)
-        s, o_token = issue(q, keys, values, p, o, block, next_work.blocks > 0, WARPGROUP, mode)
-        next_rows = next_work.row + offs_m
+        next_work = queue.receive(entry, grid)
+        more = next_work.blocks > 0
+        s, o_token = issue(queue.queries, entry, keys, values, p, o, block, more, WARPGROUP, mode)
+        next_rows = rows_of(next_work, offs_m, grid, modifiers, mode)
         column = (next_work.end - 1) * mode.BLOCK_N
-        next_m, next_l, p = begin(s, next_rows, column, slope, grid, modifiers, dtype, p_layout, mode)
-        o = finish(o_token, keys, values, block, next_work.blocks > 1)
+        next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
+        o = finish(o_token, values, block)
         write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
         work = next_work
-        rows = next_rows
         block += 1
     queue.queries.release(entry)
     if WARPGROUP == 0:
@@ -286,23 +292,26 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
 
 
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
-@gluon.jit(do_not_specialize=["left", "right", "section"])
-def attention_forward(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, left, right, section, modifiers, mode):
+@gluon.jit(do_not_specialize=["sequences", "left", "right", "section"])
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, table_ptr, sequences, left, right, section, modifiers, mode
+):
     declare_flag()
-    grid = grid_of(q_desc, k_desc, left, right, section, mode)
+    grid = grid_of(q_desc, k_desc, table_ptr, sequences, left, right, section, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
-    queue = make_queue(q_desc, mode.SLOTS, 2, Q_EMPTIED)
-    keys = make_ring(k_desc, mode.STAGES, 1, K_EMPTIED)
-    values = make_ring(v_desc, mode.STAGES, 1, V_EMPTIED)
-    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [2, 1, ROWS, 1, o_desc.block_type.shape[3]], o_desc.layout)
+    queue = make_queue(q_desc, Q_EMPTIED, mode)
+    keys = make_ring(k_desc, mode.STAGES, 1, mode.COLUMN_PARTS, K_EMPTIED)
+    values = make_ring(v_desc, mode.STAGES, 1, 1, V_EMPTIED)
+    o_shape: gl.constexpr = [2] + o_desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)
+    o_buffers = gl.allocate_shared_memory(o_desc.dtype, o_shape, o_desc.layout)
     fence_async_shared()
     gl.warp_specialize(
         [
             (attend, (0, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
             (attend, (1, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
-            (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, grid, mode)),
+            (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, grid, mode)),
         ],
         [4, 1],
         [240, 24],

@@ -13,38 +13,43 @@ from triton.runtime import driver
 
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
-from tileattn.backends.hopper.schedule import counter_for, section_of
+from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
 from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
 
-MAX_COLUMNS = 128  # of O, sent at a time
 ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+UNLIMITED = 2**30  # more than any sequence; sums of it and a length fit 32 bits
 
 
 class Tile(NamedTuple):
-    """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there."""
+    """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there.
+
+    parts: blocks side by side that block_dim is made of. columns: of O, sent at a time.
+    """
 
     block_dim: int
     block_dim_v: int
     block_n: int
     stages: int
     slots: int
-    block_m: int = 2 * ROWS.value
+    columns: int
+    parts: int = 1
+    rows: int = 2 * ROWS.value
 
 
 # The first that holds a problem's head dims serves it. Shared memory, 227 KB, is full in all but the first.
 TILES = (
-    Tile(64, 64, block_n=128, stages=4, slots=2),
-    Tile(128, 128, block_n=128, stages=2, slots=2),
-    Tile(256, 128, block_n=64, stages=2, slots=1),
-    Tile(256, 256, block_n=64, stages=2, slots=1),
+    Tile(64, 64, block_n=128, stages=4, slots=2, columns=64),
+    Tile(128, 128, block_n=128, stages=2, slots=2, columns=128),
+    Tile(192, 128, block_n=128, stages=2, slots=1, columns=64, parts=3),
+    Tile(256, 256, block_n=64, stages=2, slots=1, columns=128),
 )
 
 
 class Plan(NamedTuple):
     """Everything of a launch but the tensors: blocks and layouts of their descriptors (q, k, v, out), the scalars.
 
-    kernel: holds the compiled kernel once there is one; plans that differ in sizes only share it.
+    kernel, ranking: hold the compiled kernels once there are any; plans that differ in sizes only share them.
     """
 
     blocks: tuple[list[int], ...]
@@ -52,8 +57,9 @@ class Plan(NamedTuple):
     sizes: tuple[int, int, int]
     scales: tuple[float, float]
     mode: Mode
-    programs: int
+    most_programs: int
     kernel: list[Any]
+    ranking: list[Any]
 
 
 def tile_for(problem: Problem) -> Tile:
@@ -61,22 +67,40 @@ def tile_for(problem: Problem) -> Tile:
     return next(t for t in TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v)
 
 
+def pack_for(problem: Problem) -> int:
+    """Query heads of one key head to put into a tile together: 1, or as many as fill it better by a tenth."""
+    p, rows = problem, tile_for(problem).rows
+    pack = 1
+
+    def rows_computed(pack: int) -> int:
+        return -(-p.seqlen_q * pack // rows) * rows // pack
+
+    while p.group % (2 * pack) == 0 and 2 * pack <= ROWS.value and rows_computed(2 * pack) < 0.9 * rows_computed(pack):
+        pack *= 2
+    return pack
+
+
 def mode_of(problem: Problem) -> Mode:
-    p, tile = problem, tile_for(problem)
+    p, tile, pack = problem, tile_for(problem), pack_for(problem)
+    block_m = tile.rows // pack
     # A window that hides nothing from the first row, or from the last, is none.
     causal = 0 <= p.window_right < p.seqlen_q - 1
     left = 0 <= p.window_left < p.seqlen_k - 1
-    aligned = (p.seqlen_k - p.seqlen_q + p.window_right) % tile.block_n == 0
+    aligned = not p.varlen and (p.seqlen_k - p.seqlen_q + p.window_right) % tile.block_n == 0
+    crossed = -(-block_m // tile.block_n) + (not (aligned and block_m % tile.block_n == 0))
     return Mode(
-        BLOCK_M=tile.block_m,
+        BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
+        PACK=pack,
         SLOTS=tile.slots,
+        COLUMN_PARTS=tile.parts,
         BARRIERS=FIRST_BARRIER,
+        VARLEN=p.varlen,
         CAUSAL=causal,
         LEFT=left,
-        HIDES=causal or left or p.seqlen_k % tile.block_n != 0,
-        MASKED=tile.block_m // tile.block_n + (not aligned) if causal and not left else 1,
+        HIDES=causal or left or p.varlen or p.seqlen_k % tile.block_n != 0,
+        MASKED=crossed if causal and not left else 1,
         SOFTCAP=p.softcap != 0.0,
         ALIBI=p.has_alibi,
         SINK=p.has_sink,
@@ -86,22 +110,22 @@ def mode_of(problem: Problem) -> Mode:
 @functools.lru_cache(maxsize=1024)
 def plan_for(problem: Problem) -> Plan:
     p, tile, mode = problem, tile_for(problem), mode_of(problem)
-    rows = (ROWS.value, tile.block_n, tile.block_n, ROWS.value)
-    dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, min(tile.block_dim_v, MAX_COLUMNS))
-    blocks = tuple([1, r, 1, d] for r, d in zip(rows, dims, strict=True))
-    layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks)
-    shift = p.seqlen_k - p.seqlen_q
-    left, right = shift - min(p.window_left, p.seqlen_k), shift + min(p.window_right, p.seqlen_q) + 1
-    section = section_of(p) if mode.CAUSAL else 1
-    num_tiles = -(-p.seqlen_q // tile.block_m) * p.batch * p.num_heads
+    positions = ROWS.value // mode.PACK
+    blocks = (
+        [1, positions, mode.PACK, tile.block_dim // tile.parts],
+        [1, tile.block_n, 1, tile.block_dim // tile.parts],
+        [1, tile.block_n, 1, tile.block_dim_v],
+        [1, positions, mode.PACK, tile.columns],
+    )
     return Plan(
         blocks,
-        layouts,
-        (left, right, section),
+        tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks),
+        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, section_of(p) if mode.CAUSAL else 0),
         (p.scale * LOG2_E.value, p.softcap * LOG2_E.value),
         Mode(*map(gl.constexpr, mode)),
-        min(_num_sms(p.device), num_tiles),
+        min(_num_sms(p.device), -(-p.seqlen_q // mode.BLOCK_M) * p.batch * (p.num_heads // mode.PACK)),
         _kernel(p.device, p.dtype, tile, mode),
+        _kernel(p.device),
     )
 
 
@@ -116,22 +140,24 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def arguments(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor) -> tuple[Any, ...]:
+def arguments(
+    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor, table: Tensor | None
+) -> tuple[Any, ...]:
     """What attention_forward takes. A q, k or v that TMA cannot address is copied."""
     slopes, sink = inputs.alibi_slopes, inputs.sink
+    sequences = out.shape[0] if table is None else table.shape[1] - 1
     if slopes is not None:
-        slopes = slopes.float().expand(out.shape[0], -1).contiguous()
+        slopes = slopes.float().expand(sequences, -1).contiguous()
     if sink is not None:
         sink = sink.float().contiguous()
-    q_block, k_block, v_block, out_block = plan.blocks
-    q_layout, k_layout, v_layout, out_layout = plan.layouts
+    describe = _descriptor if table is None else _packed_descriptor
+    tensors = inputs.q, inputs.k, inputs.v, out
     return (
-        _descriptor(inputs.q, q_block, q_layout),
-        _descriptor(inputs.k, k_block, k_layout),
-        _descriptor(inputs.v, v_block, v_layout),
-        _descriptor(out, out_block, out_layout),
+        *(describe(x, block, layout) for x, block, layout in zip(tensors, plan.blocks, plan.layouts, strict=True)),
         lse,
         counter,
+        table,
+        sequences,
         *plan.sizes,
         Modifiers(*plan.scales, slopes, sink),
         plan.mode,
@@ -155,11 +181,36 @@ def _descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
     return _Descriptor(x, shape, strides, block, layout)
 
 
+class _Address(NamedTuple):
+    """What a descriptor asks of its tensor. Keeps that tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+    tensor: Tensor
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _packed_descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
+    """Of x, (total, heads, head_dim), what schedule.coordinates speaks of: (total + 1, rows, heads, head_dim)."""
+    if not x.shape[0]:
+        x = x.new_empty((1, *x.shape[1:]))[:0]  # an address, though nothing is read there
+    described = _descriptor(x[None], block, layout)
+    (_, total, heads, head_dim), (_, row, head, _) = described.shape, described.strides
+    rows = block[1]
+    early = _Address(described.base.data_ptr() - rows * row * x.element_size(), x.dtype, described.base)
+    return _Descriptor(early, [total + 1, rows, heads, head_dim], [row, row, head, 1], block, layout)
+
+
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     """out, contiguous, and lse."""
-    p = problem
-    out = torch.empty((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype=p.dtype, device=p.device)
-    lse = torch.empty((p.batch, p.num_heads, p.seqlen_q), dtype=torch.float32, device=p.device)
+    p, rows = problem, inputs.q.shape[:-2]
+    out = torch.empty((*rows, p.num_heads, p.head_dim_v), dtype=p.dtype, device=p.device)
+    of_batch = () if p.varlen else (p.batch,)
+    lse = torch.empty((*of_batch, p.num_heads, rows[-1]), dtype=torch.float32, device=p.device)
+    if not out.numel():
+        return Forward(out, lse)
     if p.device.index != torch.cuda.current_device():
         with torch.cuda.device(p.device):
             _launch(plan_for(p), inputs, out, lse)
@@ -170,8 +221,28 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
 
 def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     stream = driver.active.get_current_stream(out.device.index)
-    args = arguments(plan, inputs, out, lse, counter_for(out.device, stream))
-    if plan.kernel:  # Triton's own look-up of the compiled kernel takes as long as all the rest
-        plan.kernel[0][(plan.programs, 1, 1)](*args, stream=stream)
+    table, programs = None, plan.most_programs
+    if plan.mode.VARLEN.value:
+        table = table_of(inputs, plan, out.shape[1], stream)
+    args = arguments(plan, inputs, out, lse, counter_for(out.device, stream), table)
+    _run(attention_forward, plan.kernel, programs, args, stream)
+
+
+def table_of(inputs: Inputs, plan: Plan, num_heads: int, stream: int) -> Tensor:
+    """Packed sequences in the order of their work, see rank_sequences."""
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    assert cu_seqlens_q is not None
+    sequences = cu_seqlens_q.shape[0] - 1
+    table = torch.empty((TABLE_FIELDS, sequences + 1), dtype=torch.int32, device=cu_seqlens_q.device)
+    packs, block_m = num_heads // plan.mode.PACK.value, plan.mode.BLOCK_M.value
+    args = cu_seqlens_q, cu_seqlens_k, table, sequences, packs, block_m
+    _run(rank_sequences, plan.ranking, sequences // RANKED.value + 1, args, stream)
+    return table
+
+
+def _run(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...], stream: int) -> None:
+    """Launch; Triton's own look-up of the compiled kernel takes as long as all the rest."""
+    if compiled:
+        compiled[0][(programs, 1, 1)](*args, stream=stream)
     else:
-        plan.kernel.append(attention_forward[(plan.programs,)](*args, num_warps=4))
+        compiled.append(kernel[(programs,)](*args, num_warps=4))

@@ -4,13 +4,14 @@ Fill number i of a ring goes to block i % STAGES. Its bytes' landing is told by 
 with every fill; that both readers are done with it, by a named barrier. (A Gluon arrival at an mbarrier stops all the
 warps of its partition; an arrival at a named barrier stops none.)
 """
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.gluon_names import aggregate, mbarrier, tma_load
 from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync
-from tileattn.backends.hopper.schedule import Work
+from tileattn.backends.hopper.schedule import Work, coordinates
 
 READERS = gl.constexpr(2)
 PARTIES = gl.constexpr(32 + 128 * 2)  # threads that meet at a named barrier: the filling warp and both warpgroups
@@ -18,21 +19,27 @@ PARTIES = gl.constexpr(32 + 128 * 2)  # threads that meet at a named barrier: th
 
 @aggregate
 class Ring:
-    """blocks: [STAGES * parts, 1, rows, 1, head_dim], part c of fill i being block (i % STAGES) * parts + c."""
+    """blocks: those of a descriptor, ROW_PARTS * COLUMN_PARTS for each of STAGES fills, column by column."""
 
     blocks: gl.shared_memory_descriptor
     landed: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    PARTS: gl.constexpr
+    ROW_PARTS: gl.constexpr
+    COLUMN_PARTS: gl.constexpr
     EMPTIED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, blocks, landed, STAGES, PARTS, EMPTIED):
+    def __init__(self, blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED):
         self.blocks = blocks
         self.landed = landed
         self.STAGES = gl.constexpr(STAGES)
-        self.PARTS = gl.constexpr(PARTS)
+        self.ROW_PARTS = gl.constexpr(ROW_PARTS)
+        self.COLUMN_PARTS = gl.constexpr(COLUMN_PARTS)
         self.EMPTIED = gl.constexpr(EMPTIED)
+
+    @gluon.jit
+    def _part(self, i, row_part, column_part):
+        return self.blocks.index(((i % self.STAGES) * self.ROW_PARTS + row_part) * self.COLUMN_PARTS + column_part)
 
     @gluon.jit
     def acquire(self, i):
@@ -41,13 +48,16 @@ class Ring:
             barrier_sync(self.EMPTIED + i % self.STAGES, PARTIES)
 
     @gluon.jit
-    def fill(self, i, desc, batch, row, head):
-        """Filling warp: start to load fill i, PARTS blocks of rows, from (batch, row, head)."""
-        stage = i % self.STAGES
-        mbarrier.expect(self.landed.index(stage), desc.block_type.nbytes * self.PARTS)
-        for c in gl.static_range(self.PARTS):
-            part = self.blocks.index(stage * self.PARTS + c)
-            tma_load(desc, [batch, row + c * desc.block_type.shape[1], head, 0], self.landed.index(stage), part)
+    def fill(self, i, desc, batch, first, row, length, head, mode):
+        """Filling warp: start to load fill i, from `row` on of the sequence that has `length` rows."""
+        ROWS: gl.constexpr = desc.block_type.shape[1]
+        COLUMNS: gl.constexpr = desc.block_type.shape[3]
+        landed = self.landed.index(i % self.STAGES)
+        mbarrier.expect(landed, desc.block_type.nbytes * self.ROW_PARTS * self.COLUMN_PARTS)
+        for r in gl.static_range(self.ROW_PARTS):
+            x, y = coordinates(batch, first, row + r * ROWS, length, ROWS, mode)
+            for c in gl.static_range(self.COLUMN_PARTS):
+                tma_load(desc, [x, y, head, c * COLUMNS], landed, self._part(i, r, c))
 
     @gluon.jit
     def drain(self, i):
@@ -61,10 +71,10 @@ class Ring:
         mbarrier.wait(self.landed.index(i % self.STAGES), (i // self.STAGES) & 1, pred=pred)
 
     @gluon.jit
-    def block(self, i, part):
-        """Reader: [rows, head_dim] of fill i."""
-        block = self.blocks.index((i % self.STAGES) * self.PARTS + part)
-        return block.reshape([block.shape[1], block.shape[3]])
+    def block(self, i, row_part, column_part):
+        """Reader: a part of fill i, [rows, columns]; rows of several heads take turns."""
+        block = self._part(i, row_part, column_part)
+        return block.reshape([block.shape[1] * block.shape[2], block.shape[3]])
 
     @gluon.jit
     def release(self, i, pred=True):
@@ -76,62 +86,71 @@ class Ring:
 class Queue:
     """Tiles on their way to the warpgroups: a ring of queries, and the Work that each fill belongs to.
 
-    facts: [STAGES * 5, 1], int32, the five fields of each Work.
+    facts: [STAGES * FACTS, 1], int32, the first fields of each Work, those that are not the same for all.
     """
 
     facts: gl.shared_memory_descriptor
     queries: Ring
+    FACTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, facts, queries):
+    def __init__(self, facts, queries, FACTS):
         self.facts = facts
         self.queries = queries
+        self.FACTS = gl.constexpr(FACTS)
 
     @gluon.jit
     def _put(self, i, FIELD: gl.constexpr, value):
         one_warp: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        self.facts.index(i % self.queries.STAGES * 5 + FIELD).store(gl.full([1], value, gl.int32, one_warp))
+        self.facts.index(i % self.queries.STAGES * self.FACTS + FIELD).store(gl.full([1], value, gl.int32, one_warp))
 
     @gluon.jit
     def _get(self, i, FIELD: gl.constexpr):
         one_warpgroup: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        return gl.max(self.facts.index(i % self.queries.STAGES * 5 + FIELD).load(one_warpgroup), 0)
+        return gl.max(self.facts.index(i % self.queries.STAGES * self.FACTS + FIELD).load(one_warpgroup), 0)
 
     @gluon.jit
-    def send(self, i, work, q_desc):
+    def send(self, i, work, q_desc, mode):
         """Filling warp: entry i."""
         self.queries.acquire(i)
-        for field in gl.static_range(5):
+        for field in gl.static_range(self.FACTS):
             self._put(i, field, work[field])
-        self.queries.fill(i, q_desc, work.batch, work.row, work.head)
+        self.queries.fill(i, q_desc, work.batch, work.first_q, work.row, work.seqlen_q, work.head, mode)
 
     @gluon.jit
     def close(self, i):
         """Filling warp: entry i says that there is no further tile."""
         self.queries.acquire(i)
-        for field in gl.static_range(5):
+        for field in gl.static_range(self.FACTS):
             self._put(i, field, 0)
         mbarrier.arrive(self.queries.landed.index(i % self.queries.STAGES), count=1)
 
     @gluon.jit
-    def receive(self, i):
+    def receive(self, i, grid):
         """Reader: wait for entry i and return its Work."""
         self.queries.wait(i)
-        return Work(self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3), self._get(i, 4))
+        if self.FACTS == 9:
+            return Work(self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3), self._get(i, 4),
+                        self._get(i, 5), self._get(i, 6), self._get(i, 7), self._get(i, 8))  # fmt: skip
+        else:
+            return Work(self._get(i, 0), self._get(i, 1), self._get(i, 2), self._get(i, 3), self._get(i, 4),
+                        grid.seqlen_q, grid.seqlen_k, 0, 0)  # fmt: skip
 
 
 @gluon.jit
-def make_queue(q_desc, SLOTS: gl.constexpr, PARTS: gl.constexpr, EMPTIED: gl.constexpr):
+def make_queue(q_desc, EMPTIED: gl.constexpr, mode):
+    FACTS: gl.constexpr = 9 if mode.VARLEN else 5
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    facts = gl.allocate_shared_memory(gl.int32, [SLOTS * 5, 1], layout)
-    return Queue(facts, make_ring(q_desc, SLOTS, PARTS, EMPTIED))
+    facts = gl.allocate_shared_memory(gl.int32, [mode.SLOTS * FACTS, 1], layout)
+    return Queue(facts, make_ring(q_desc, mode.SLOTS, 2, mode.COLUMN_PARTS, EMPTIED), FACTS)
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, EMPTIED: gl.constexpr):
-    shape: gl.constexpr = [STAGES * PARTS, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
+def make_ring(desc, STAGES: gl.constexpr, ROW_PARTS: gl.constexpr, COLUMN_PARTS: gl.constexpr, EMPTIED: gl.constexpr):
+    parts: gl.constexpr = ROW_PARTS * COLUMN_PARTS
+    shape: gl.constexpr = [STAGES * parts] + desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)
     blocks = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(landed.index(s), count=1)
-    return Ring(blocks, landed, STAGES, PARTS, EMPTIED)
+    return Ring(blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED)

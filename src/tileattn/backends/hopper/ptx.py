@@ -69,6 +69,30 @@ def any_reaches(x, LIMIT: gl.constexpr):
 
 
 @gluon.jit
+def _here(x):
+    """x, which LLVM computes before this place and uses behind it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def boundary(x):
+    """x, which the assembler, too, computes before this place and uses behind it.
+
+    It moves no code across a loop. This one ends at once, for some thread is active.
+    """
+    x = _here(x)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; again: activemask.b32 t; setp.eq.u32 p, t, 0; @p bra again; mov.u32 $0, 0; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return _here(x)
+
+
+@gluon.jit
 def narrow(x, dtype: gl.constexpr):
     """x, float32, in 16 bits. In PTX because LLVM would sink a truncation below the loop's edge and carry float32."""
     if dtype == gl.bfloat16:

@@ -2,8 +2,9 @@
 
 A persistent program takes its first tile by its own number and every further one from a counter in global memory, so a
 slow SM takes fewer. Tiles of causal attention are handed out longest first, in sections of heads whose keys and values
-fit into L2 together.
+fit into L2 together; packed sequences longest first, by a table made on the GPU: the host never waits for lengths.
 """
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
 
@@ -16,72 +17,130 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.problem import Problem
 
+TABLE_FIELDS = 6  # of a sequence: its first tile's number, batch index, first row and length of q, those of k
+
 
 class Grid(NamedTuple):
-    """Sizes of a call. Row r sees columns from r + left to below r + right, those that there are."""
+    """Sizes of a call. A row on the diagonal column d sees columns from d + left to below d + right.
+
+    seqlen_q, seqlen_k: of every sequence, or (VARLEN) rows of the packed tensors.
+    """
 
     num_heads: Any
     group: Any
     seqlen_q: Any
     seqlen_k: Any
+    sequences: Any
     left: Any
     right: Any
-    section: Any  # heads that are worked on together
-    all_heads: Any  # of all batches
-    blocks_m: Any  # tiles of a head
+    section: Any  # keys, of all heads that are worked on together
     num_tiles: Any
 
 
 class Work(NamedTuple):
-    """A tile: rows from `row` on of one head, and `blocks` key blocks, those below block `end`. No blocks: no tile."""
+    """A tile: rows from `row` on of a head, or of PACK heads from `head` on, and `blocks` key blocks, those below block
+    `end`. No blocks: no tile.
+
+    first_q, first_k: the packed rows where its sequence starts.
+    """
 
     batch: Any
     head: Any
     row: Any
     end: Any
     blocks: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    first_q: Any
+    first_k: Any
 
 
 @gluon.jit
-def grid_of(q_desc, k_desc, left, right, section, mode):
-    batch = q_desc.shape[0]
-    seqlen_q = q_desc.shape[1]
+def grid_of(q_desc, k_desc, table_ptr, sequences, left, right, section, mode):
     num_heads = q_desc.shape[2]
-    blocks_m = (seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M
-    return Grid(
-        num_heads,
-        num_heads // k_desc.shape[2],
-        seqlen_q,
-        k_desc.shape[1],
-        left,
-        right,
-        section,
-        batch * num_heads,
-        blocks_m,
-        batch * num_heads * blocks_m,
-    )
+    group = num_heads // k_desc.shape[2]
+    if mode.VARLEN:
+        # A program without a tile of its own gets an empty one.
+        num_tiles = gl.maximum(gl.load(table_ptr + sequences), gl.num_programs(0))
+        return Grid(num_heads, group, q_desc.shape[0] - 1, k_desc.shape[0] - 1, sequences, left, right, section,
+                    num_tiles)  # fmt: skip
+    else:
+        blocks_m = (q_desc.shape[1] + mode.BLOCK_M - 1) // mode.BLOCK_M
+        num_tiles = sequences * (num_heads // mode.PACK) * blocks_m
+        return Grid(num_heads, group, q_desc.shape[1], k_desc.shape[1], sequences, left, right, section,
+                    num_tiles)  # fmt: skip
 
 
 @gluon.jit
-def locate(tile, grid, mode):
+def coordinates(batch, first, row, length, ROWS: gl.constexpr, mode):
+    """TMA's first two coordinates of ROWS rows from `row` on of a sequence; those from `length` on are out of bounds.
+
+    Packed sequences are described as (total + 1, ROWS, ...), both dims a row apart and starting ROWS rows early: of
+    the many pairs that address a row, one puts the sequence's end at the end of the second dim.
+    """
+    if mode.VARLEN:
+        inside = gl.minimum(gl.maximum(length - row, 0), ROWS)
+        return first + row + inside, ROWS - inside
+    else:
+        return batch, row
+
+
+@gluon.jit
+def sequence_of(tile, sequence, table_ptr, grid, mode):
+    """The place in the table, `sequence` or later, of the sequence that a tile belongs to: 32 are looked at at once."""
+    if mode.VARLEN:
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        passed = grid.num_heads * 0 + 32
+        while passed == 32:
+            place = sequence + 1 + lanes
+            first_tile = gl.load(table_ptr + place, mask=place <= grid.sequences, other=2**31 - 1)
+            passed = gl.sum((first_tile <= tile).to(gl.int32), 0)
+            sequence += passed
+    return sequence
+
+
+@gluon.jit
+def locate(tile, sequence, table_ptr, grid, mode):
     """The Work that a tile's number stands for. There are MASKED blocks at least, be they all hidden."""
-    per_section = grid.section * grid.blocks_m
-    first_head = tile // per_section * grid.section
-    heads = gl.minimum(grid.section, grid.all_heads - first_head)
+    packs = grid.num_heads // mode.PACK
+    if mode.VARLEN:
+        entry = table_ptr + sequence
+        batch = gl.load(entry + (grid.sequences + 1))
+        first_q = gl.load(entry + (grid.sequences + 1) * 2)
+        seqlen_q = gl.load(entry + (grid.sequences + 1) * 3)
+        first_k = gl.load(entry + (grid.sequences + 1) * 4)
+        seqlen_k = gl.load(entry + (grid.sequences + 1) * 5)
+        tile = gl.where(sequence < grid.sequences, tile - gl.load(entry), 0)
+        all_heads = packs
+    else:
+        first_q = grid.num_heads * 0
+        first_k = first_q
+        seqlen_q = grid.seqlen_q
+        seqlen_k = grid.seqlen_k
+        all_heads = grid.sequences * packs
+    blocks_m = gl.maximum((seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M, 1)
+    section = gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_k, 1), all_heads), 1)
+    per_section = section * blocks_m
+    first_head = tile // per_section * section
+    heads = gl.minimum(section, all_heads - first_head)
     within = tile % per_section
     block_m = within // heads
     head = first_head + within % heads
+    if not mode.VARLEN:
+        batch = head // packs
+    head = head % packs * mode.PACK
     if mode.CAUSAL:
-        block_m = grid.blocks_m - 1 - block_m
+        block_m = blocks_m - 1 - block_m
     row = block_m * mode.BLOCK_M
-    columns = grid.seqlen_k
+    diagonal = row + seqlen_k - seqlen_q
+    columns = seqlen_k
     if mode.CAUSAL:
-        columns = gl.minimum(columns, row + mode.BLOCK_M - 1 + grid.right)
+        columns = gl.minimum(columns, diagonal + mode.BLOCK_M - 1 + grid.right)
     end = gl.maximum((columns + mode.BLOCK_N - 1) // mode.BLOCK_N, mode.MASKED)
     blocks = end
     if mode.LEFT:
-        blocks = gl.maximum(end - gl.maximum(row + grid.left, 0) // mode.BLOCK_N, mode.MASKED)
-    return Work(head // grid.num_heads, head % grid.num_heads, row, end, blocks)
+        blocks = gl.maximum(end - gl.maximum(diagonal + grid.left, 0) // mode.BLOCK_N, mode.MASKED)
+    return Work(batch, head, row, end, blocks, seqlen_q, seqlen_k, first_q, first_k)
 
 
 @gluon.jit
@@ -95,12 +154,57 @@ def next_tile(counter_ptr, num_tiles):
     return taken + gl.num_programs(0)
 
 
+RANKED = gl.constexpr(128)  # sequences that a program of rank_sequences places
+
+
+@gluon.jit
+def _lengths(cu_ptr, offs, sequences):
+    """First rows and lengths; those of sequences that there are not: 0."""
+    first = gl.load(cu_ptr + offs, mask=offs < sequences, other=0)
+    return first, gl.load(cu_ptr + offs + 1, mask=offs < sequences, other=0) - first
+
+
+@gluon.jit(do_not_specialize=["sequences", "packs", "block_m"])
+def rank_sequences(cu_q_ptr, cu_k_ptr, table_ptr, sequences, packs, block_m):
+    """Fill the table, int32 (TABLE_FIELDS, sequences + 1): sequences by falling number of keys, then an empty one.
+
+    A sequence's place is the number of those that come before it, and its first tile the number of their tiles.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
+    offs = gl.program_id(0) * RANKED + gl.arange(0, RANKED, gl.SliceLayout(1, layout))
+    first_q, seqlen_q = _lengths(cu_q_ptr, offs, sequences)
+    first_k, seqlen_k = _lengths(cu_k_ptr, offs, sequences)
+    place = offs * 0
+    first_tile = offs * 0
+    all_tiles = sequences * 0
+    for start in range(0, sequences, 32):
+        others = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
+        _, other_q = _lengths(cu_q_ptr, others, sequences)
+        _, other_k = _lengths(cu_k_ptr, others, sequences)
+        tiles = (other_q + block_m - 1) // block_m * packs
+        longer = other_k[None, :] > seqlen_k[:, None]
+        earlier = (other_k[None, :] == seqlen_k[:, None]) & (others[None, :] < offs[:, None])
+        before = ((longer | earlier) & (others < sequences)[None, :]).to(gl.int32)
+        place += gl.sum(before, 1)
+        first_tile += gl.sum(before * tiles[None, :], 1)
+        all_tiles += gl.sum(tiles, 0)
+    last = offs == sequences
+    place = gl.where(last, sequences, place)
+    first_tile = gl.where(last, all_tiles, first_tile)
+    known = offs <= sequences
+    gl.store(table_ptr + place, first_tile, mask=known)
+    gl.store(table_ptr + place + (sequences + 1), gl.where(last, 0, offs), mask=known)
+    gl.store(table_ptr + place + (sequences + 1) * 2, first_q, mask=known)
+    gl.store(table_ptr + place + (sequences + 1) * 3, seqlen_q, mask=known)
+    gl.store(table_ptr + place + (sequences + 1) * 4, first_k, mask=known)
+    gl.store(table_ptr + place + (sequences + 1) * 5, seqlen_k, mask=known)
+
+
 def section_of(problem: Problem) -> int:
-    """Heads whose keys and values share L2: 32 MiB of them, 16 where sequences are short (measured on an H200)."""
+    """Keys, of all the heads that share L2: 32 MiB of K and V, 16 where sequences are short (measured on an H200)."""
     p = problem
-    per_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize // p.group
     mebibytes = 32 if p.seqlen_k >= 2048 else 16
-    return max(1, min((mebibytes << 20) // max(per_head, 1), p.batch * p.num_heads))
+    return (mebibytes << 20) * p.group // ((p.head_dim + p.head_dim_v) * p.dtype.itemsize)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

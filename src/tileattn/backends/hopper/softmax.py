@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileattn.backends.hopper.ptx import narrow, reciprocal
+from tileattn.backends.hopper.ptx import boundary, narrow, reciprocal
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Of a row that has seen nothing: finite, so that hidden scores still give 2^(-inf - m) = 0.
@@ -29,6 +29,17 @@ class Modifiers(NamedTuple):
     sink_ptr: Any
 
 
+class Rows(NamedTuple):
+    """Of each row that a warpgroup has: its position in the sequence, its head, the column on its diagonal, the column
+    before which the sequence ends, and its slope (ALiBi's, times log2(e))."""
+
+    position: Any
+    head: Any
+    diagonal: Any
+    limit: Any
+    slope: Any
+
+
 @gluon.constexpr_function
 def limit_of(dtype):
     """What a thread's partial sum of p may reach: P must fit float16; in bfloat16, p times v must fit float32."""
@@ -42,17 +53,22 @@ def headroom_of(dtype):
 
 
 @gluon.jit
-def slope_of(work, grid, modifiers, mode):
-    """ALiBi's slope of a tile's head, times log2(e); 0 without."""
-    slope = 0.0
+def rows_of(work, offs, grid, modifiers, mode):
+    """The Rows at offs of a tile's rows; PACK heads take turns."""
+    position = work.row + offs // mode.PACK
+    head = work.head + offs % mode.PACK
+    diagonal = position + (work.seqlen_k - work.seqlen_q)
+    limit = position * 0 + work.seqlen_k
+    if mode.CAUSAL:
+        limit = gl.minimum(diagonal + grid.right, limit)
+    slope = (position * 0).to(gl.float32)
     if mode.ALIBI:
-        head = gl.minimum(work.batch * grid.num_heads + work.head, grid.all_heads - 1)
-        slope = gl.load(modifiers.slopes_ptr + head) * LOG2_E
-    return slope
+        slope = gl.load(modifiers.slopes_ptr + (work.batch * grid.num_heads + head)) * LOG2_E
+    return Rows(position, head, diagonal, limit, slope)
 
 
 @gluon.jit
-def modify(s, rows, first_column, slope, grid, modifiers, mode, layout: gl.constexpr):
+def modify(s, rows, first_column, modifiers, mode, layout: gl.constexpr):
     """Softcap and ALiBi. Returns s and its unit: s times unit is in log2."""
     unit = modifiers.scale
     if mode.SOFTCAP:
@@ -62,8 +78,8 @@ def modify(s, rows, first_column, slope, grid, modifiers, mode, layout: gl.const
         unit = 1.0
     if mode.ALIBI:
         columns = first_column + gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
-        distance = columns[None, :] - (rows + (grid.seqlen_k - grid.seqlen_q))[:, None]
-        s = s * unit - slope * gl.abs(distance.to(gl.float32))
+        distance = columns[None, :] - rows.diagonal[:, None]
+        s = s * unit - rows.slope[:, None] * gl.abs(distance.to(gl.float32))
         unit = 1.0
     return s, unit
 
@@ -72,19 +88,16 @@ def modify(s, rows, first_column, slope, grid, modifiers, mode, layout: gl.const
 def hide(s, rows, first_column, grid, mode, layout: gl.constexpr):
     """-inf where a row may not look; s: [rows, BLOCK_N]."""
     columns = gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
-    limit = rows * 0 + grid.seqlen_k
-    if mode.CAUSAL:
-        limit = gl.minimum(rows + grid.right, limit)
-    seen = columns[None, :] < (limit - first_column)[:, None]
+    seen = columns[None, :] < (rows.limit - first_column)[:, None]
     if mode.LEFT:
-        seen = seen & (columns[None, :] >= (rows + (grid.left - first_column))[:, None])
+        seen = seen & (columns[None, :] >= (rows.diagonal + (grid.left - first_column))[:, None])
     return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
-def row_parts(p, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def row_parts(p):
     """Sums over the columns that one thread holds, so without shuffles: [BLOCK_M, 4]."""
-    return gl.sum(gl.sum(p.reshape([BLOCK_M, BLOCK_N // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -94,10 +107,12 @@ def scale_rows(x, factor):
 
 @gluon.jit
 def exponentials(s, m, unit, dtype: gl.constexpr, p_layout: gl.constexpr):
-    """p as the next product's operand, and its row parts."""
-    p = gl.exp2(s * unit - m[:, None])
-    parts = row_parts(p, s.shape[0], s.shape[1])
-    return gl.convert_layout(narrow(p, dtype), p_layout), parts
+    """p as the next product's operand, and its row parts.
+
+    Summed behind a boundary: with a sum hard on its heels, an exponential takes twice the time.
+    """
+    p = boundary(gl.exp2(s * unit - m[:, None]))
+    return gl.convert_layout(narrow(p, dtype), p_layout), row_parts(p)
 
 
 @gluon.jit
@@ -108,11 +123,11 @@ def raised(m, s, unit, dtype: gl.constexpr):
 
 
 @gluon.jit
-def with_sink(m, total, work, modifiers, mode):
+def with_sink(m, total, rows, modifiers, mode):
     """The sink's term: returns the new reference, the row sums and the factor for what was computed with m."""
     factor = m * 0.0 + 1.0
     if mode.SINK:
-        sink = gl.load(modifiers.sink_ptr + work.head) * LOG2_E
+        sink = gl.load(modifiers.sink_ptr + rows.head) * LOG2_E
         higher = gl.maximum(m, sink)
         factor = gl.exp2(m - higher)
         total = total * factor + gl.exp2(sink - higher)
