@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tileattn.backends.hopper.launch import mode_of, plan_for
-from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS
+from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
 from tileattn.problem import Forward, Inputs, Problem
 
 PACKAGE = "tileattn.backends.hopper"
@@ -203,11 +203,26 @@ class Descriptor:
         return tuple(ours), tuple(theirs)
 
 
-def packed(x: np.ndarray, rows: int) -> np.ndarray:
-    """The view of x, (total, heads, head_dim), that _packed_descriptor describes; `rows` rows of NaN lie before it."""
-    around = np.concatenate([np.full((rows, *x.shape[1:]), np.nan, x.dtype), x])
-    shape, strides = (len(x) + 1, rows, *x.shape[1:]), (around.strides[0], *around.strides)
-    return np.lib.stride_tricks.as_strided(around, shape, strides)
+class PackedDescriptor(Descriptor):
+    """Of packed sequences, (total, heads, head_dim): the dims that schedule.coordinates speaks of."""
+
+    def __init__(self, data: np.ndarray, block: list[int], dtype: str) -> None:
+        super().__init__(data, block, dtype)
+        self.shape = (Scalar(len(data) + 1), FAR.value + 1, FAR.value, *self.shape[1:])
+
+    def window(self, at: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        ours, theirs = [], []
+        for start, block, size in zip(map(int, at), self.block_type.shape, self.shape, strict=True):
+            first, last = max(start, 0), min(start + block, size)
+            ours.append(slice(first, max(first, last)))
+            theirs.append(slice(first - start, max(first, last) - start))
+        first, count = int(at[0]) - int(at[1]) + ours[2].start, ours[2].stop - ours[2].start
+        if ours[0].stop == ours[0].start:
+            count = 0
+        if count and not 0 <= first <= first + count <= len(self.data):
+            raise FaultError(f"rows {first} to {first + count} of {len(self.data)} are addressed")
+        rows = slice(first, first + count) if count else slice(0, 0)
+        return (rows, *ours[3:]), (0, 0, slice(theirs[2].start, theirs[2].start + count), *theirs[3:])
 
 
 class Pointer:
@@ -441,10 +456,10 @@ class Kernel:
         out = np.full((*of_batch, rows, heads, problem.head_dim_v), np.nan, np.float32)
         lse = np.full((*of_batch, heads, rows), np.nan, np.float32)
         counter = np.zeros(1, int)
-        tensors = [*(x.float().numpy() for x in inputs[:3]), out]
-        table = None
+        tensors = (*(x.float().numpy() for x in inputs[:3]), out)
+        describe, table = Descriptor, None
         if problem.varlen:
-            tensors = [packed(x, block[1]) for x, block in zip(tensors, plan.blocks, strict=True)]
+            describe = PackedDescriptor
             table = self.rank(inputs, heads // tile.PACK, tile.BLOCK_M)
         slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
         if slopes is not None:
@@ -456,7 +471,7 @@ class Kernel:
                 *plan.scales, *(None if x is None else Pointer(x.numpy()) for x in (slopes, sink))
             )
             kernel["attention_forward"](
-                *(Descriptor(x, block, dtype) for x, block in zip(tensors, plan.blocks, strict=True)),
+                *(describe(x, block, dtype) for x, block in zip(tensors, plan.blocks, strict=True)),
                 *(None if x is None else Pointer(x) for x in (lse, counter, table)),
                 *map(Scalar, (problem.batch, *plan.sizes)),
                 modifiers,
@@ -464,11 +479,6 @@ class Kernel:
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
-        if problem.varlen:
-            view = tensors[3]
-            if not np.isnan(view[0]).all():
-                raise FaultError("written before the first sequence")
-            out = view[1:, -1]
         return Forward(torch.from_numpy(out).to(problem.dtype), torch.from_numpy(lse))
 
     def rank(self, inputs: Inputs, packs: int, block_m: int) -> np.ndarray:

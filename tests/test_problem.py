@@ -190,3 +190,19 @@ def test_visible_scores_counts_what_the_oracle_shows():
     for sq, sk, left, right in itertools.product((0, 1, 5, 9), (0, 1, 4, 12), (-1, 0, 3, 20), (-1, 0, 2, 30)):
         shown = visible(Problem(**(vars(problem) | {"window_left": left, "window_right": right})), sq, sk, "cpu")
         assert visible_scores(sq, sk, left, right) == shown.sum(), (sq, sk, left, right)
+
+
+@pytest.mark.parametrize(
+    ("layout", "aligned"),
+    [("contiguous", True), ("heads_first", True), ("one_head", True), ("odd_rows", False), ("expanded", False)],
+)
+def test_strides_of_16_bytes_are_told_apart(layout, aligned):
+    x = torch.zeros(2, 10, 4, 32, dtype=torch.bfloat16)
+    k = {
+        "contiguous": x,
+        "heads_first": torch.zeros(2, 4, 10, 32, dtype=torch.bfloat16).transpose(1, 2),
+        "one_head": torch.zeros(2, 10, 40, dtype=torch.bfloat16)[:, :, None, :32],
+        "odd_rows": torch.zeros(2, 10, 4 * 32 + 4, dtype=torch.bfloat16)[..., :128].unflatten(2, (4, 32)),
+        "expanded": x[:, :, :1].expand(-1, -1, 4, -1),
+    }[layout]
+    assert Problem.of(x, k, k)[0].aligned is aligned

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tileattn import dispatch
-from tileattn.problem import Forward, Inputs, Problem, Wanted
+from tileattn.problem import Forward, Inputs, Problem, Wanted, aligned_strides
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
@@ -109,6 +109,7 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
         dropout_p=dropout_p,
         deterministic=deterministic,
         varlen=varlen,
+        aligned=aligned_strides(q, k, v),
         has_bias=inputs.bias is not None,
         has_mask=inputs.mask is not None,
         has_alibi=inputs.alibi_slopes is not None,

@@ -103,6 +103,7 @@ class Problem:
     dropout_p: float = 0.0
     deterministic: bool = False
     varlen: bool = False
+    aligned: bool = True  # strides of q, k and v are multiples of 16 bytes, see aligned_strides
     has_bias: bool = False
     has_mask: bool = False
     has_alibi: bool = False
@@ -182,6 +183,7 @@ class Problem:
             mask, mask_mod, blocks = _with_block_mask(block_mask, mask, mask_mod, blocks)
         of_score = None if score_mod is None else trace_score_mod(score_mod, q.device)
         of_mask = None if mask_mod is None else trace_mask_mod(mask_mod, q.device)
+        q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
         problem = Problem(
             batch=batch,
             seqlen_q=seqlen_q,
@@ -199,6 +201,7 @@ class Problem:
             dropout_p=_check_dropout(dropout_p),
             deterministic=bool(deterministic),
             varlen=varlen,
+            aligned=aligned_strides(q, k, v),
             has_bias=bias is not None,
             has_mask=mask is not None,
             has_alibi=alibi_slopes is not None,
@@ -209,9 +212,9 @@ class Problem:
             block_size=block_size,
         )
         inputs = Inputs(
-            q=_unit_last_stride(q),
-            k=_unit_last_stride(k),
-            v=_unit_last_stride(v),
+            q=q,
+            k=k,
+            v=v,
             bias=_check_bias(bias, scores, q.device),
             mask=_check_mask(mask, scores, q.device),
             alibi_slopes=_check_alibi_slopes(alibi_slopes, batch, num_heads, q.device),
@@ -242,11 +245,21 @@ def _all_none(*arguments: Any) -> bool:
 def _metadata(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
     """All that checks of such a call look at, or None where that has no hash (symbolic sizes, a window in a list)."""
     try:
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scalars)
+        strides = (q.stride(), k.stride(), v.stride())
+        key = (q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scalars)
         hash(key)
     except (AttributeError, TypeError):
         return None
     return key
+
+
+def aligned_strides(*tensors: Tensor) -> bool:
+    """Whether every dim but the last is a positive multiple of 16 bytes apart (one of size 1 does not matter)."""
+    return not any(
+        size != 1 and (stride == 0 or stride * x.element_size() % 16)
+        for x in tensors
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:

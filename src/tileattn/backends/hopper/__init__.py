@@ -37,6 +37,8 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
         return f"head_dim {p.head_dim}/{p.head_dim_v} is not a multiple of 8 (rows of 16 bytes)"
     if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in TILES):
         return f"head_dim {p.head_dim}/{p.head_dim_v} is above 256"
+    if not p.aligned:
+        return "needs strides of q, k and v that are positive multiples of 16 bytes (TMA)"
     if p.seqlen_q * pack_for(p) < MIN_ROWS:
         return f"seqlen_q {p.seqlen_q} fills less than {MIN_ROWS} rows of a tile"
     if p.seqlen_k == 0 or p.batch == 0:

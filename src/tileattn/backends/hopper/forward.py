@@ -207,8 +207,9 @@ def send_columns(o, first_column, row, work, o_desc, buffer, mode):
     store_wait(0)  # what was sent before has left the buffer
     buffer.reshape([ROWS, o.shape[1]]).store(o.to(o_desc.dtype))
     fence_async_shared()
-    x, y = coordinates(work.batch, work.first_q, row, work.seqlen_q, o_desc.block_type.shape[1], mode)
-    tma_store(o_desc, [x, y, work.head, first_column], buffer)
+    positions: gl.constexpr = o_desc.block_type.shape[-3]
+    at = coordinates(work.batch, work.first_q, row, work.seqlen_q, work.head, first_column, positions, mode)
+    tma_store(o_desc, at, buffer)
 
 
 @gluon.jit
@@ -216,8 +217,8 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
     """Divide O by the row sums and send it, in halves where shared memory has no room for more; store LSE."""
     m, total, factor = with_sink(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), rows, modifiers, mode)
     o = scale_rows(o, gl.where(total == 0.0, 0.0, factor * reciprocal(total)))
-    COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
-    row = work.row + WARPGROUP * o_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
+    row = work.row + WARPGROUP * o_desc.block_type.shape[-3]
     if o.shape[1] == COLUMNS:
         send_columns(o, 0, row, work, o_desc, buffer, mode)
     else:
@@ -236,7 +237,7 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
 def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode):
     """A warpgroup: 64 rows of every tile that the queue brings."""
     dtype: gl.constexpr = o_desc.dtype
-    DIM_V: gl.constexpr = values.blocks.shape[4]
+    DIM_V: gl.constexpr = values.blocks.shape[-1]
     s_layout: gl.constexpr = product_layout(mode.BLOCK_N)
     p_layout: gl.constexpr = operand_layout(DIM_V)
     offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
-from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
+from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
 from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
 
@@ -110,12 +110,13 @@ def mode_of(problem: Problem) -> Mode:
 @functools.lru_cache(maxsize=1024)
 def plan_for(problem: Problem) -> Plan:
     p, tile, mode = problem, tile_for(problem), mode_of(problem)
+    one = [1, 1] if p.varlen else [1]
     positions = ROWS.value // mode.PACK
     blocks = (
-        [1, positions, mode.PACK, tile.block_dim // tile.parts],
-        [1, tile.block_n, 1, tile.block_dim // tile.parts],
-        [1, tile.block_n, 1, tile.block_dim_v],
-        [1, positions, mode.PACK, tile.columns],
+        [*one, positions, mode.PACK, tile.block_dim // tile.parts],
+        [*one, tile.block_n, 1, tile.block_dim // tile.parts],
+        [*one, tile.block_n, 1, tile.block_dim_v],
+        [*one, positions, mode.PACK, tile.columns],
     )
     return Plan(
         blocks,
@@ -143,7 +144,7 @@ def _num_sms(device: torch.device) -> int:
 def arguments(
     plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor, table: Tensor | None
 ) -> tuple[Any, ...]:
-    """What attention_forward takes. A q, k or v that TMA cannot address is copied."""
+    """What attention_forward takes. A q, k or v that does not start at a multiple of 16 bytes is copied."""
     slopes, sink = inputs.alibi_slopes, inputs.sink
     sequences = out.shape[0] if table is None else table.shape[1] - 1
     if slopes is not None:
@@ -170,37 +171,26 @@ class _Descriptor(TensorDescriptor):
 
 
 def _descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
-    """TMA wants 16-byte aligned data and strides, positive ones; along a dim of size 1 any will do."""
+    """TMA wants 16-byte aligned data and strides; along a dim of size 1 any will do."""
+    if x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     shape, strides = list(x.shape), list(x.stride())
     for i in range(3):
         if shape[i] == 1:
             strides[i] = 8
-    if x.data_ptr() % 16 or strides[0] % 8 or strides[1] % 8 or strides[2] % 8 or not all(strides) or strides[3] != 1:
-        x = x.clone(memory_format=torch.contiguous_format)
-        strides = list(x.stride())
     return _Descriptor(x, shape, strides, block, layout)
 
 
-class _Address(NamedTuple):
-    """What a descriptor asks of its tensor. Keeps that tensor alive."""
-
-    address: int
-    dtype: torch.dtype
-    tensor: Tensor
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _packed_descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
-    """Of x, (total, heads, head_dim), what schedule.coordinates speaks of: (total + 1, rows, heads, head_dim)."""
-    if not x.shape[0]:
-        x = x.new_empty((1, *x.shape[1:]))[:0]  # an address, though nothing is read there
-    described = _descriptor(x[None], block, layout)
-    (_, total, heads, head_dim), (_, row, head, _) = described.shape, described.strides
-    rows = block[1]
-    early = _Address(described.base.data_ptr() - rows * row * x.element_size(), x.dtype, described.base)
-    return _Descriptor(early, [total + 1, rows, heads, head_dim], [row, row, head, 1], block, layout)
+    """Of x, (total, heads, head_dim), what schedule.coordinates speaks of."""
+    described = _descriptor((x if x.shape[0] else x.new_empty(1, *x.shape[1:]))[None], block, layout)
+    far, heads, head_dim = FAR.value, *x.shape[1:]
+    _, row, head, _ = described.strides
+    shape, strides = (
+        [x.shape[0] + 1, far + 1, far, heads, head_dim],
+        [row, 2**34 // x.element_size() - row, row, head, 1],
+    )
+    return _Descriptor(described.base, shape, strides, block, layout)
 
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:

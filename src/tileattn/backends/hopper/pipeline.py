@@ -50,14 +50,14 @@ class Ring:
     @gluon.jit
     def fill(self, i, desc, batch, first, row, length, head, mode):
         """Filling warp: start to load fill i, from `row` on of the sequence that has `length` rows."""
-        ROWS: gl.constexpr = desc.block_type.shape[1]
-        COLUMNS: gl.constexpr = desc.block_type.shape[3]
+        ROWS: gl.constexpr = desc.block_type.shape[-3]
+        COLUMNS: gl.constexpr = desc.block_type.shape[-1]
         landed = self.landed.index(i % self.STAGES)
         mbarrier.expect(landed, desc.block_type.nbytes * self.ROW_PARTS * self.COLUMN_PARTS)
         for r in gl.static_range(self.ROW_PARTS):
-            x, y = coordinates(batch, first, row + r * ROWS, length, ROWS, mode)
             for c in gl.static_range(self.COLUMN_PARTS):
-                tma_load(desc, [x, y, head, c * COLUMNS], landed, self._part(i, r, c))
+                at = coordinates(batch, first, row + r * ROWS, length, head, c * COLUMNS, ROWS, mode)
+                tma_load(desc, at, landed, self._part(i, r, c))
 
     @gluon.jit
     def drain(self, i):
@@ -74,7 +74,7 @@ class Ring:
     def block(self, i, row_part, column_part):
         """Reader: a part of fill i, [rows, columns]; rows of several heads take turns."""
         block = self._part(i, row_part, column_part)
-        return block.reshape([block.shape[1] * block.shape[2], block.shape[3]])
+        return block.reshape([block.shape[-3] * block.shape[-2], block.shape[-1]])
 
     @gluon.jit
     def release(self, i, pred=True):

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.problem import Problem
 
+FAR = gl.constexpr(2**30)
 TABLE_FIELDS = 6  # of a sequence: its first tile's number, batch index, first row and length of q, those of k
 
 
@@ -57,8 +58,8 @@ class Work(NamedTuple):
 
 @gluon.jit
 def grid_of(q_desc, k_desc, table_ptr, sequences, left, right, section, mode):
-    num_heads = q_desc.shape[2]
-    group = num_heads // k_desc.shape[2]
+    num_heads = q_desc.shape[-2]
+    group = num_heads // k_desc.shape[-2]
     if mode.VARLEN:
         # A program without a tile of its own gets an empty one.
         num_tiles = gl.maximum(gl.load(table_ptr + sequences), gl.num_programs(0))
@@ -72,17 +73,19 @@ def grid_of(q_desc, k_desc, table_ptr, sequences, left, right, section, mode):
 
 
 @gluon.jit
-def coordinates(batch, first, row, length, ROWS: gl.constexpr, mode):
-    """TMA's first two coordinates of ROWS rows from `row` on of a sequence; those from `length` on are out of bounds.
+def coordinates(batch, first, row, length, head, column, ROWS: gl.constexpr, mode):
+    """TMA's coordinates of ROWS rows from `row` on of a sequence; those from `length` on are out of bounds.
 
-    Packed sequences are described as (total + 1, ROWS, ...), both dims a row apart and starting ROWS rows early: of
-    the many pairs that address a row, one puts the sequence's end at the end of the second dim.
+    Packed sequences are described with three dims of rows: (total + 1, FAR + 1, FAR). The first and the last are a row
+    apart; the one between is 2^34 bytes less a row apart, so its coordinate FAR means FAR rows back, modulo 2^64. A row
+    has many addresses, then, and one puts the sequence's end at the end of the last dim. (The idea of Triton's
+    ragged_tma.)
     """
     if mode.VARLEN:
         inside = gl.minimum(gl.maximum(length - row, 0), ROWS)
-        return first + row + inside, ROWS - inside
+        return first + row + inside, FAR, FAR - inside, head, column
     else:
-        return batch, row
+        return batch, row, head, column
 
 
 @gluon.jit
@@ -164,7 +167,7 @@ def _lengths(cu_ptr, offs, sequences):
     return first, gl.load(cu_ptr + offs + 1, mask=offs < sequences, other=0) - first
 
 
-@gluon.jit(do_not_specialize=["sequences", "packs", "block_m"])
+@gluon.jit(do_not_specialize=["sequences", "packs", "block_m"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def rank_sequences(cu_q_ptr, cu_k_ptr, table_ptr, sequences, packs, block_m):
     """Fill the table, int32 (TABLE_FIELDS, sequences + 1): sequences by falling number of keys, then an empty one.
 
