@@ -101,7 +101,6 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, gr
             values.acquire(block - 1)
             values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
         queue.send(entry, work, q_desc, mode)
-        tile = next_tile(counter_ptr, grid.num_tiles)
         batch, first, length, head = work.batch, work.first_k, work.seqlen_k, head_k
         row = row_k
         block += 1
@@ -112,6 +111,7 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, gr
             values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
             row -= mode.BLOCK_N
             block += 1
+        tile = next_tile(counter_ptr, grid.num_tiles)  # no sooner: who has long tiles takes fewer
         entry += 1
     values.acquire(block - 1)
     values.fill(block - 1, v_desc, batch, first, row, length, head, mode)
@@ -132,10 +132,10 @@ def multiply(queries, entry, keys, block, WARPGROUP: gl.constexpr, mode):
 
 
 @gluon.jit
-def issue(queries, entry, keys, values, p, o, block, more, WARPGROUP: gl.constexpr, mode):
+def issue(queries, entry, keys, values, p, o, block, more, last, WARPGROUP: gl.constexpr, mode):
     """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
-    Returns s and the token of O.
+    more: there is such a block; last: it is its tile's last. Returns s and the token of O.
     """
     keys.wait(block, more)
     barrier_sync(mode.BARRIERS + WARPGROUP, 256)
@@ -145,6 +145,7 @@ def issue(queries, entry, keys, values, p, o, block, more, WARPGROUP: gl.constex
     barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
+    queries.release(entry, last)
     return boundary(s), o_token
 
 
@@ -158,12 +159,12 @@ def finish(o_token, values, block):
 
 @gluon.jit
 def masked_step(
-    queries, entry, keys, values, state, block, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
+    queries, entry, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
     """A further block that may hide scores: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, entry, keys, values, p, o, block, True, WARPGROUP, mode)
+    s, o_token = issue(queries, entry, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
@@ -173,11 +174,13 @@ def masked_step(
 
 
 @gluon.jit
-def step(queries, entry, keys, values, state, block, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode):
+def step(
+    queries, entry, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
+):
     """A block that all rows see whole."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, entry, keys, values, p, o, block, True, WARPGROUP, mode)
+    s, o_token = issue(queries, entry, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
@@ -250,6 +253,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     keys.wait(block)
     s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, entry, keys, block, WARPGROUP, mode),))
     keys.release(block)
+    queue.queries.release(entry, work.blocks == 1)
     rows = rows_of(work, offs_m, grid, modifiers, mode)
     column = (work.end - 1) * mode.BLOCK_N
     m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
@@ -258,24 +262,26 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
 
     while work.blocks > 0:
         rows = rows_of(work, offs_m, grid, modifiers, mode)
-        for _ in gl.static_range(1, mode.MASKED):
+        for i in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
-            o, m, l, p = masked_step(queue.queries, entry, keys, values, (o, m, l, p), block, rows,
-                                     column, grid, modifiers, WARPGROUP, mode)  # fmt: skip
+            last = i + 1 == work.blocks
+            o, m, l, p = masked_step(queue.queries, entry, keys, values, (o, m, l, p), block, last, rows, column, grid,
+                                     modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        for _ in range(mode.MASKED, work.blocks):
+        for i in range(mode.MASKED, work.blocks):
             column -= mode.BLOCK_N
             advance: gl.constexpr = masked_step if mode.LEFT else step
-            o, m, l, p = advance(queue.queries, entry, keys, values, (o, m, l, p), block, rows, column,
-                                 grid, modifiers, WARPGROUP, mode)  # fmt: skip
+            last = i + 1 == work.blocks
+            o, m, l, p = advance(queue.queries, entry, keys, values, (o, m, l, p), block, last, rows, column, grid,
+                                 modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        queue.queries.release(entry)
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
         next_work = queue.receive(entry, grid)
         more = next_work.blocks > 0
-        s, o_token = issue(queue.queries, entry, keys, values, p, o, block, more, WARPGROUP, mode)
+        last = next_work.blocks == 1
+        s, o_token = issue(queue.queries, entry, keys, values, p, o, block, more, last, WARPGROUP, mode)
         next_rows = rows_of(next_work, offs_m, grid, modifiers, mode)
         column = (next_work.end - 1) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
