@@ -96,7 +96,8 @@ def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
         ({"window_right": 0, "head_dim": 256}, 2),
         ({"window_right": 0, "head_dim": 256, "seqlen_k": 300}, 3),
         ({"window_right": 0, "varlen": True}, 2),
-        ({"window_right": 0, "seqlen_q": 16, "num_heads": 8, "num_heads_k": 1}, 2),
+        ({"window_right": 0, "seqlen_q": 16, "num_heads": 8, "num_heads_k": 1}, 1),
+        ({"window_right": 0, "seqlen_q": 16, "seqlen_k": 255, "num_heads": 8, "num_heads_k": 1}, 2),
     ],
 )
 def test_how_many_blocks_the_diagonal_crosses(changes, masked):

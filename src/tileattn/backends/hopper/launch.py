@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +87,9 @@ def mode_of(problem: Problem) -> Mode:
     # A window that hides nothing from the first row, or from the last, is none.
     causal = 0 <= p.window_right < p.seqlen_q - 1
     left = 0 <= p.window_left < p.seqlen_k - 1
-    aligned = not p.varlen and (p.seqlen_k - p.seqlen_q + p.window_right) % tile.block_n == 0
-    crossed = -(-block_m // tile.block_n) + (not (aligned and block_m % tile.block_n == 0))
+    # Blocks that the diagonal of a tile crosses: it starts at a multiple of `step` in one.
+    step = 1 if p.varlen else math.gcd(block_m, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
+    crossed = -(-(block_m + tile.block_n - step) // tile.block_n)
     return Mode(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
