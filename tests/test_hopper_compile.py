@@ -16,11 +16,11 @@ KERNELS = {
     "64_full": (64, 64, 256, {}, 56, 16),
     "128_full": (128, 128, 256, {}, 80, 16),
     "128_causal": (128, 128, 256, {"causal": True}, 80, 16),
-    "192_128_causal": (192, 128, 256, {"causal": True}, 104, 180),
+    "192_128_causal": (192, 128, 256, {"causal": True}, 104, 128),
     "256_causal": (256, 256, 256, {"causal": True}, 152, 96),
     "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 80, 64),
-    "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 112, 32),
-    "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 120),
+    "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 80, 16),
+    "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 80),
 }
 
 

@@ -229,7 +229,8 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
         send_columns(gl.convert_layout(left, product_layout(COLUMNS)), 0, row, work, o_desc, buffer, mode)
         send_columns(gl.convert_layout(right, product_layout(COLUMNS)), COLUMNS, row, work, o_desc, buffer, mode)
     # After the fence, which would wait for this store.
-    lse = gl.where(total == 0.0, float("-inf"), m * LN_2 + gl.log(total))
+    HEADROOM: gl.constexpr = headroom_of(o_desc.dtype)  # taken back first: both terms would be far from their sum
+    lse = gl.where(total == 0.0, float("-inf"), (m - HEADROOM) * LN_2 + gl.log(total * 2.0**HEADROOM))
     head = rows.head.to(gl.int64)
     if not mode.VARLEN:
         head += work.batch * grid.num_heads

@@ -48,8 +48,9 @@ def limit_of(dtype):
 
 @gluon.constexpr_function
 def headroom_of(dtype):
-    """How far above a row's maximum its reference is put, in log2: float16 has few exponents to grow into."""
-    return 6.0 if dtype == gl.float16 else 0.0
+    """How far above a row's maximum its reference is put, in log2, so that later blocks may be that much larger. Less
+    is left at the other end: float16 has few exponents, and in bfloat16 p times v must not vanish from float32."""
+    return 6.0 if dtype == gl.float16 else 40.0
 
 
 @gluon.jit
