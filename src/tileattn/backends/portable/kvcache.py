@@ -26,37 +26,41 @@ MAX_BATCH = 4096  # a program looks at all lengths
 
 
 class CacheTile(NamedTuple):
-    """At most block_m rows, block_n keys."""
+    """At most block_m rows, block_n keys.
+
+    paged_stages: num_stages where keys are found through a table, whose entries take stages of their own.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    paged_stages: int
 
 
 # head_dim at most -> tile, for 16-bit dtypes. Guesses but for Hopper.
 HOPPER = {
-    64: CacheTile(64, 128, 4, 3),
-    128: CacheTile(64, 64, 4, 3),
-    256: CacheTile(64, 64, 8, 2),
-    576: CacheTile(64, 32, 8, 2),
-    1024: CacheTile(16, 16, 8, 1),
+    64: CacheTile(64, 128, 4, 3, 5),
+    128: CacheTile(64, 64, 4, 3, 5),
+    256: CacheTile(64, 64, 8, 2, 3),
+    576: CacheTile(32, 64, 8, 3, 3),
+    1024: CacheTile(16, 16, 8, 1, 1),
 }
 DEFAULT = {
-    64: CacheTile(64, 64, 4, 2),
-    128: CacheTile(64, 32, 4, 2),
-    256: CacheTile(32, 32, 4, 1),
-    576: CacheTile(16, 16, 8, 1),
-    1024: CacheTile(16, 16, 8, 1),
+    64: CacheTile(64, 64, 4, 2, 3),
+    128: CacheTile(64, 32, 4, 2, 3),
+    256: CacheTile(32, 32, 4, 1, 1),
+    576: CacheTile(16, 16, 8, 1, 1),
+    1024: CacheTile(16, 16, 8, 1, 1),
 }
 FLOAT32 = {
-    128: CacheTile(16, 32, 4, 2),
-    256: CacheTile(16, 32, 4, 1),
-    1024: CacheTile(16, 16, 8, 1),
+    128: CacheTile(16, 32, 4, 2, 3),
+    256: CacheTile(16, 32, 4, 1, 1),
+    1024: CacheTile(16, 16, 8, 1, 1),
 }
-INTERPRETER = {1024: CacheTile(32, 32, 1, 1)}  # small, so that small problems have several tiles
+INTERPRETER = {1024: CacheTile(32, 32, 1, 1, 1)}  # small, so that small problems have several tiles
 INTERPRETER_SLOTS = 24
-COMBINE = CacheTile(1, 0, 4, 1)
+ONE_ROW = CacheTile(1, 0, 4, 1, 1)  # of kernels without tiles
 
 
 def supports(problem: CacheProblem) -> str | None:
@@ -95,7 +99,7 @@ def append(append: Append) -> None:
         append_kernel,
         x.k.device,
         triton.cdiv(tokens, ROWS.value) * x.k.shape[-2],
-        CacheTile(0, 0, 4, 1),
+        ONE_ROW,
         Cache(x.k_cache, *x.k_cache.stride()[:3]),
         None if x.v_cache is None else Cache(x.v_cache, *x.v_cache.stride()[:3]),
         _rows_of(x.k),
@@ -162,7 +166,7 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     )
     if partial is not None:
         programs = rows * p.num_heads_k * p.batch
-        _launch(combine_kernel, q.device, programs, COMBINE, out_rows, lse, partial, where, changes, *sizes, mode)
+        _launch(combine_kernel, q.device, programs, ONE_ROW, out_rows, lse, partial, where, changes, *sizes, mode)
     return Forward(out, lse)
 
 
@@ -218,6 +222,8 @@ def _tile_for(problem: CacheProblem) -> CacheTile:
     p = problem
     by_dim = _table_for(p.device, p.dtype)
     tile = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
+    if p.capacity > p.page_size:
+        tile = tile._replace(num_stages=tile.paged_stages)
     if p.split_size and p.varlen:  # the longest sequence must not choose for the others
         return tile
     rows = max(triton.next_power_of_2(p.seqlen_q * p.group), 16)

@@ -1,0 +1,87 @@
+"""The Triton kernels of a cache on a GPU, against the oracle and under CUDA graphs."""
+
+import pytest
+import torch
+from cache_oracle import BASE, build, check
+
+import tileattn
+
+pytest.importorskip("triton")
+
+from tileattn.backends.portable import kvcache as portable
+
+pytestmark = pytest.mark.gpu
+
+WIDE = BASE.but(dtype=torch.bfloat16, head_dim=128, head_dim_v=128, num_heads=8, lengths=(700, 3, 450), capacity=1024)
+CASES = {
+    "decode": {},
+    "pages of 16, append, rotary": {"page_size": 16, "new": 1, "causal": True, "rotary_dim": 128},
+    "pages of 1": {"page_size": 1, "new": 2, "seqlen_q": 2, "causal": True},
+    "pages of 64, int64": {"page_size": 64, "index": torch.int64, "new": 1},
+    "chunk": {"seqlen_q": 200, "new": 200, "causal": True, "page_size": 16},
+    "chunk, head_dim 64": {"seqlen_q": 130, "new": 130, "causal": True, "head_dim": 64, "head_dim_v": 64},
+    "window, softcap, sink": {"window": (100, 0), "softcap": 5.0, "sink": True, "seqlen_q": 3, "new": 3},
+    "alibi, left padding": {"alibi": True, "leftpad": (5, 0, 440), "seqlen_q": 4, "new": 4, "causal": True},
+    "tree": {"mask": (False, False, True, 6), "seqlen_q": 6, "new": 6, "page_size": 32},
+    "packed": {"lengths_q": (40, 0, 9), "new_lengths": (40, 0, 9), "causal": True, "page_size": 16},
+    "latent": {
+        "head_dim": 576, "head_dim_v": 512, "v_in_k": True, "num_heads_k": 1, "num_heads": 16, "new": 1, "page_size": 64
+    },
+    "head_dim 256": {"head_dim": 256, "head_dim_v": 256},
+    "head_dim 80, interleaved": {"head_dim": 80, "head_dim_v": 80, "rotary_dim": 40, "interleaved": True, "new": 1},
+    "float16": {"dtype": torch.float16, "page_size": 16},
+    "float32": {"dtype": torch.float32, "head_dim": 64, "head_dim_v": 64, "new": 1},
+    "fixed split": {"split_size": 256, "page_size": 16},
+    "multi-query": {"num_heads": 64, "num_heads_k": 1, "lengths": (5000,), "capacity": 5120},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_rule(name):
+    check(portable, WIDE.but(**CASES[name]), "cuda")
+
+
+def test_a_fixed_split_makes_a_sequence_independent_of_its_batch():
+    (q, k_cache, v_cache, _, _), options = build(WIDE.but(split_size=256, page_size=16), "cuda")
+    out = tileattn.attention_with_kvcache(q, k_cache, v_cache, **options)
+    alone = options | {name: options[name][:1] for name in ("cache_seqlens", "block_table")}
+    assert torch.equal(tileattn.attention_with_kvcache(q[:1], k_cache, v_cache, **alone)[0], out[0])
+
+
+def test_a_cuda_graph_may_be_replayed_with_other_lengths_and_tables():
+    call = build(WIDE.but(page_size=16, new=1, causal=True), "cuda")
+    (q, k_cache, v_cache, k, v), options = call
+    lengths, table = options["cache_seqlens"], options["block_table"]
+
+    def step():
+        return tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for change in range(3):
+        lengths.copy_(torch.tensor([700 - 300 * change, 3, 450 - 10 * change], dtype=torch.int32))
+        table.copy_(table.roll(change, 0))
+        k_cache.normal_()
+        v_cache.normal_()
+        before = k_cache.clone(), v_cache.clone()
+        graph.replay()
+        got = out.clone()
+        expected = tileattn.attention_with_kvcache(q, *before, k, v, **options)
+        assert torch.equal(got, expected)
+        assert torch.equal(k_cache, before[0])
+
+
+def test_bad_lengths_and_tables_are_survived():
+    (q, k_cache, v_cache, k, v), options = build(WIDE.but(page_size=16, new=1), "cuda")
+    for cache in (k_cache, v_cache):
+        cache.zero_()
+    options["block_table"].fill_(10**6)
+    options["cache_seqlens"].copy_(torch.tensor([10**6, -5, 1023], dtype=torch.int32))
+    out = tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
