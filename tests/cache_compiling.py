@@ -29,6 +29,7 @@ def compile_cache_call(
             mock.patch.object(kvcache, "_launch", record),
             mock.patch.object(kvcache, "_table_for", return_value=table),
             mock.patch.object(kvcache, "_slots", return_value=slots),
+            mock.patch.object(kvcache, "_plan", kvcache._plan.__wrapped__),
         ):
             if inputs.k is not None:
                 x, v_cache = inputs, None if inputs.v is None else inputs.v_cache

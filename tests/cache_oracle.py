@@ -105,8 +105,11 @@ def build(case: CacheCase, device: torch.device | str = "cpu") -> CacheCall:
     seqlen_q = max(c.lengths_q) if c.lengths_q else c.seqlen_q
     options: dict[str, Any] = {
         "cache_seqlens": None if c.whole else ints(lengths),
-        "block_table": ints(order) if c.page_size else None,
-        "cache_batch_idx": ints(order[:, 0]) if c.batch_idx else None,
+        # parts of larger tensors, as engines have them
+        "block_table": ints(torch.nn.functional.pad(order, (0, 3), value=-9))[:, :per_sequence]
+        if c.page_size
+        else None,
+        "cache_batch_idx": ints(order.repeat(1, 2))[:, 0] if c.batch_idx else None,
         "cache_leftpad": ints(c.leftpad) if c.leftpad else None,
         "causal": c.causal,
         "window": c.window,

@@ -223,7 +223,7 @@ class CacheProblem:
             v_cache=v_cache,
             table=table,
             cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
-            leftpad=cache_leftpad,
+            leftpad=None if cache_leftpad is None else cache_leftpad.contiguous(),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             k=None if k is None else _unit_last_stride(k),

@@ -11,7 +11,7 @@ from tileattn.backends.portable.device.cache import Sizes, cached_length, locate
 from tileattn.backends.portable.device.rotary import load_turned
 
 ROWS = tl.constexpr(8)  # tokens of a program
-SIZES = ["batch", "seqlen_cache", "seqlen_new", "num_pages", "pages_per_sequence", "num_heads_k", "tokens"]
+SIZES = ["batch", "seqlen_cache", "seqlen_new", "num_pages", "capacity", "num_heads_k", "tokens"]
 
 
 class AppendMode(NamedTuple):
@@ -22,7 +22,6 @@ class AppendMode(NamedTuple):
     dim_v: Any
     block_dim_v: Any
     page_size: Any
-    paged: Any
     half: Any
     interleaved: Any
     batch_block: Any
@@ -56,20 +55,20 @@ def append_kernel(
     seqlen_cache,
     seqlen_new,
     num_pages,
-    pages_per_sequence,
+    capacity,
     num_heads_k,
     tokens,
     mode,
 ):
     sizes = Sizes(
-        batch, 0, seqlen_cache, seqlen_new, num_pages, pages_per_sequence, num_heads_k, 0, 0, 0, 0, 0
+        batch, 0, seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, 0, 0, 0, 0, 0
     )  # fmt: skip
     pid = tl.program_id(0)
     head = (pid % num_heads_k).to(tl.int64)
     token = pid // num_heads_k * ROWS + tl.arange(0, ROWS)
     sequence, row, inside = _locate_tokens(token, where, sizes, tokens, mode)
     position = row + cached_length(where, sizes, sequence, inside)
-    inside = inside & (position >= 0) & (position < pages_per_sequence * mode.page_size)
+    inside = inside & (position >= 0) & (position < capacity)
     position = tl.where(inside, position, 0)
     if where.cu_seqlens_k is not None:  # packed: rows count from the first token
         row = token

@@ -33,7 +33,7 @@ def combine_kernel(
     seqlen_cache,
     seqlen_new,
     num_pages,
-    pages_per_sequence,
+    capacity,
     num_heads_k,
     total_q,
     window_left,
@@ -43,7 +43,7 @@ def combine_kernel(
     mode,
 ):
     sizes = Sizes(
-        batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, pages_per_sequence, num_heads_k, total_q, window_left,
+        batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, total_q, window_left,
         window_right, items, split_blocks,
     )  # fmt: skip
     rows = tl.program_id(0) % (seqlen_q * mode.group)
@@ -77,4 +77,4 @@ def combine_kernel(
         m_i = m_new
     one = tl.zeros([1], tl.int32)
     here = b, one + head_k * mode.group + rows % mode.group, one + row, len_q, 0
-    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, one == 0, sizes, changes, mode)
+    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, one == 0, where, sizes, changes, mode)

@@ -32,7 +32,7 @@ class CacheMode(NamedTuple):
     """What the kernels of a cache are compiled for, every field a tl.constexpr.
 
     dim = block_a + block_b less padding: a head dim that is no power of two is taken in two parts; likewise dim_v.
-    v_in_k: v is the first block_a dims of k. page_size: positions of a page; paged: a sequence has several pages.
+    v_in_k: v is the first block_a dims of k. page_size: positions of a page, 0 where a sequence has one.
     plain, exact, precision, left, right: as for `launch.Mode`. batch_block: the batch, padded to a power of two.
     """
 
@@ -44,7 +44,6 @@ class CacheMode(NamedTuple):
     block_vb: Any
     v_in_k: Any
     page_size: Any
-    paged: Any
     half: Any
     interleaved: Any
     plain: Any
@@ -207,7 +206,7 @@ def _ranges(start, stop, first_row, last_row, here, sizes, changes, mode):
 
 
 @triton.jit
-def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, sizes, changes, mode):
+def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes, mode):
     """Normalise, take in the sink, and write rows of out and lse."""
     batch, head, row, _, _ = here
     if changes.sink is not None:
@@ -226,10 +225,10 @@ def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, sizes, c
         tl.store(
             ptrs + dims, (acc_b * inverse).to(out.ptr.dtype.element_ty), mask=inside[:, None] & (dims < mode.dim_v)
         )
-    if out.stride_batch == 0:  # packed
-        stats = head.to(tl.int64) * sizes.total_q + start_q + row
-    else:
+    if where.cu_seqlens_q is None:
         stats = (batch.to(tl.int64) * sizes.num_heads_k * mode.group + head) * sizes.seqlen_q + row
+    else:
+        stats = head.to(tl.int64) * sizes.total_q + start_q + row
     tl.store(lse + stats, logsumexp(m_i, l_i, mode), mask=inside)
 
 
@@ -269,7 +268,7 @@ def decode_kernel(
     seqlen_cache,
     seqlen_new,
     num_pages,
-    pages_per_sequence,
+    capacity,
     num_heads_k,
     total_q,
     window_left,
@@ -279,7 +278,7 @@ def decode_kernel(
     mode,
 ):
     sizes = Sizes(
-        batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, pages_per_sequence, num_heads_k, total_q, window_left,
+        batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, total_q, window_left,
         window_right, items, split_blocks,
     )  # fmt: skip
     tiles = tl.cdiv(seqlen_q * mode.group, mode.block_m)
@@ -301,7 +300,7 @@ def decode_kernel(
         return
     row = tl.where(inside, row, 0)
     head = head_k * mode.group + rows % mode.group
-    first, seqlen_k = keys_of(where, sizes, b, True, mode.page_size)
+    first, seqlen_k = keys_of(where, sizes, b, True)
     first_block, _ = visible_blocks(where, sizes, b, True, mode)
     start = first_block * mode.block_n
     stop = seqlen_k
@@ -351,4 +350,4 @@ def decode_kernel(
     if splits > 1:
         _leave(partial, acc_a, acc_b, m_i, l_i, item, head_k, rows, inside, sizes, mode)
         return
-    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, sizes, changes, mode)
+    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes, mode)

@@ -82,39 +82,38 @@ def append(append: Append) -> None:
     x = append
     packed = x.cu_seqlens_k is not None
     tokens = x.k.shape[0] * (1 if packed else x.k.shape[1])
-    head_dim, head_dim_v = x.k.shape[-1], 1 if x.v is None else x.v.shape[-1]
-    mode = _constants(
-        AppendMode,
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        head_dim_v,
-        triton.next_power_of_2(head_dim_v),
-        x.k_cache.shape[1],
-        x.table is not None and x.table.shape[1] > 1,
-        0 if x.rotary_cos is None else x.rotary_cos.shape[1],
-        x.rotary_interleaved,
-        triton.next_power_of_2(x.batch),
-    )
+    num_pages, page_size, num_heads_k, head_dim = x.k_cache.shape
+    capacity = page_size * (1 if x.table is None else x.table.shape[1])
+    half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
+    head_dim_v = 1 if x.v is None else x.v.shape[-1]
     _launch(
         append_kernel,
         x.k.device,
-        triton.cdiv(tokens, ROWS.value) * x.k.shape[-2],
+        triton.cdiv(tokens, ROWS.value) * num_heads_k,
         ONE_ROW,
         Cache(x.k_cache, *x.k_cache.stride()[:3]),
         None if x.v_cache is None else Cache(x.v_cache, *x.v_cache.stride()[:3]),
         _rows_of(x.k),
         None if x.v is None else _rows_of(x.v),
-        Where(x.table, x.cache_seqlens, None, None, x.cu_seqlens_k),
+        _where_of(x.table, x.cache_seqlens, None, None, x.cu_seqlens_k),
         _rotary_of(x.rotary_cos, x.rotary_sin),
         x.batch,
         x.seqlen_cache,
         1 if packed else x.k.shape[1],
-        x.k_cache.shape[0],
-        1 if x.table is None else x.table.shape[1],
-        x.k.shape[-2],
+        num_pages,
+        capacity,
+        num_heads_k,
         tokens,
-        mode,
+        _append_mode(head_dim, head_dim_v, _page_size(page_size, capacity), half, x.rotary_interleaved, x.batch),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _append_mode(
+    head_dim: int, head_dim_v: int, page_size: int, half: int, interleaved: bool, batch: int
+) -> AppendMode:
+    blocks = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v), triton.next_power_of_2(batch)
+    return _constants(AppendMode, head_dim, blocks[0], head_dim_v, blocks[1], page_size, half, interleaved, blocks[2])
 
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
@@ -125,33 +124,18 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return Forward(out, lse)
-    tile = _tile_for(p)
-    split = _split_for(p, tile)
-    mode = _mode_of(p, x, tile, split)
-    partial = None if split.items == 0 else _workspace(p, split, q)
-    where = Where(x.table, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
-    changes = _changes_of(p, x)
-    total_q = q.shape[0] if p.varlen else 0
-    sizes = (
-        p.batch,
-        p.seqlen_q,
-        p.seqlen_cache,
-        p.seqlen_new,
-        x.k_cache.shape[0],
-        1 if x.table is None else x.table.shape[1],
-        p.num_heads_k,
-        total_q,
-        *_window(p),
-        split.wanted,
-        split.blocks,
-    )
-    rows = p.seqlen_q * p.group
-    out_rows = _rows_of(out)
+    same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
+    half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_memory, tf32)
+    partial = None if plan.split.items == 0 else _workspace(p, plan.split, q)
+    where = _where_of(x.table, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
+    changes, out_rows = _changes_of(p, x), _rows_of(out)
     _launch(
         decode_kernel,
         q.device,
-        triton.cdiv(rows, tile.block_m) * p.num_heads_k * (split.items or p.batch),
-        tile,
+        plan.programs,
+        plan.tile,
         _rows_of(q),
         Cache(x.k_cache, *x.k_cache.stride()[:3]),
         Cache(x.v_cache, *x.v_cache.stride()[:3]),
@@ -161,12 +145,13 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
         where,
         _rotary_of(x.rotary_cos, x.rotary_sin),
         changes,
-        *sizes,
-        mode,
+        *plan.sizes,
+        plan.mode,
     )
     if partial is not None:
-        programs = rows * p.num_heads_k * p.batch
-        _launch(combine_kernel, q.device, programs, ONE_ROW, out_rows, lse, partial, where, changes, *sizes, mode)
+        programs = p.seqlen_q * p.num_heads * p.batch
+        rest = partial, where, changes, *plan.sizes, plan.mode
+        _launch(combine_kernel, q.device, programs, ONE_ROW, out_rows, lse, *rest)
     return Forward(out, lse)
 
 
@@ -249,12 +234,29 @@ def _blocks_of(dim: int) -> tuple[int, int]:
     return (whole, 0) if whole == 16 or rest == half else (half, rest)
 
 
-def _mode_of(problem: CacheProblem, inputs: CacheInputs, tile: CacheTile, split: Split) -> CacheMode:
-    p, x = problem, inputs
-    (block_a, block_b), (block_va, block_vb) = _blocks_of(p.head_dim), _blocks_of(p.head_dim_v)
-    same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
+class Plan(NamedTuple):
+    """What follows from a problem. sizes: as the kernels take them."""
+
+    tile: CacheTile
+    split: Split
+    programs: int
+    sizes: tuple[int, ...]
+    mode: CacheMode
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: CacheProblem, num_pages: int, total_q: int, half: int, same_memory: bool, tf32: bool) -> Plan:
+    """half: of the rotary dims. same_memory: v_cache begins where k_cache does."""
+    p = problem
+    tile = _tile_for(p)
+    split = _split_for(p, tile)
     left, right = _window(p)
-    return _constants(
+    sizes = (
+        *(p.batch, p.seqlen_q, p.seqlen_cache, p.seqlen_new, num_pages, p.capacity, p.num_heads_k, total_q),
+        *(left, right, split.wanted, split.blocks),
+    )
+    (block_a, block_b), (block_va, block_vb) = _blocks_of(p.head_dim), _blocks_of(p.head_dim_v)
+    mode = _constants(
         CacheMode,
         p.head_dim,
         p.head_dim_v,
@@ -263,13 +265,12 @@ def _mode_of(problem: CacheProblem, inputs: CacheInputs, tile: CacheTile, split:
         block_va,
         block_vb,
         same_memory and p.head_dim_v == block_a,
-        p.page_size,
-        x.table is not None and x.table.shape[1] > 1,
-        0 if x.rotary_cos is None else x.rotary_cos.shape[1],
+        _page_size(p.page_size, p.capacity),
+        half,
         p.rotary_interleaved,
         p.scale > 0.0 and not (p.softcap or p.has_alibi),
         p.dtype == torch.float32,
-        "tf32" if p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "tf32" if p.dtype == torch.float32 and tf32 else "ieee",
         left >= 0,
         right >= 0,
         split.items > 0,
@@ -279,9 +280,15 @@ def _mode_of(problem: CacheProblem, inputs: CacheInputs, tile: CacheTile, split:
         tile.block_m,
         tile.block_n,
     )
+    tiles = triton.cdiv(p.seqlen_q * p.group, tile.block_m)
+    return Plan(tile, split, tiles * p.num_heads_k * (split.items or p.batch), sizes, mode)
 
 
-@functools.lru_cache(maxsize=1024)
+def _page_size(page_size: int, capacity: int) -> int:
+    """0 where a sequence has one page, whatever that holds."""
+    return page_size if capacity > page_size else 0
+
+
 def _constants(kind: Any, *fields: Any) -> Any:
     return kind(*map(tl.constexpr, fields))
 
@@ -311,6 +318,16 @@ def _changes_of(problem: CacheProblem, inputs: CacheInputs) -> Changes:
         0 if mask is None else mask.shape[-1],
         None if x.sink is None else x.sink.contiguous(),
     )
+
+
+def _where_of(
+    table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    leftpad: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Where:
+    return Where(table, 0 if table is None else table.stride(0), cache_seqlens, leftpad, cu_seqlens_q, cu_seqlens_k)
 
 
 def _rows_of(x: Tensor) -> Rows:

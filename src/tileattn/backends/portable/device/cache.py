@@ -22,6 +22,7 @@ class Where(NamedTuple):
     """Which pages and lengths sequences have, None for what a call does not have; as `kvcache.CacheInputs`."""
 
     table: Any
+    table_stride: int
     cache_seqlens: Any
     leftpad: Any
     cu_seqlens_q: Any
@@ -37,7 +38,7 @@ class Sizes(NamedTuple):
     seqlen_cache: Any
     seqlen_new: Any
     num_pages: Any
-    pages_per_sequence: Any
+    capacity: Any
     num_heads_k: Any
     total_q: Any
     window_left: Any
@@ -52,7 +53,7 @@ SIZES = [
     "seqlen_cache",
     "seqlen_new",
     "num_pages",
-    "pages_per_sequence",
+    "capacity",
     "num_heads_k",
     "total_q",
     "window_left",
@@ -72,7 +73,7 @@ def cached_length(where, sizes, b, inside):
 
 
 @triton.jit
-def keys_of(where, sizes, b, inside, PAGE_SIZE: tl.constexpr):
+def keys_of(where, sizes, b, inside):
     """(first position, number of keys) of a sequence; inside the cache whatever the lengths say."""
     end = cached_length(where, sizes, b, inside)
     if where.cu_seqlens_k is None:
@@ -81,7 +82,7 @@ def keys_of(where, sizes, b, inside, PAGE_SIZE: tl.constexpr):
         end += tl.load(where.cu_seqlens_k + b + 1, mask=inside, other=0) - tl.load(
             where.cu_seqlens_k + b, mask=inside, other=0
         )
-    end = tl.minimum(tl.maximum(end, 0), sizes.pages_per_sequence * PAGE_SIZE)
+    end = tl.minimum(tl.maximum(end, 0), sizes.capacity)
     first = b * 0
     if where.leftpad is not None:
         first = tl.minimum(tl.maximum(tl.load(where.leftpad + b, mask=inside, other=0).to(tl.int32), 0), end)
@@ -101,32 +102,30 @@ def queries_of(where, sizes, b, inside):
 
 
 @triton.jit
-def page_of(where, sizes, b, number):
-    """The page that holds the number-th run of PAGE_SIZE positions of a sequence; number may be a vector. A page of the
-    cache whatever the table holds."""
+def _page_of(where, sizes, b, number):
+    """The number-th page of a sequence; number may be a vector. A page of the cache whatever the table holds."""
     if where.table is None:
         page = b + number * 0
     else:
-        row = where.table + b.to(tl.int64) * sizes.pages_per_sequence
-        page = tl.load(row + tl.minimum(number, sizes.pages_per_sequence - 1)).to(tl.int32)
-    return tl.minimum(tl.maximum(page, 0), sizes.num_pages - 1)
+        page = tl.load(where.table + b.to(tl.int64) * where.table_stride + number).to(tl.int32)
+    return tl.minimum(tl.maximum(page, 0), sizes.num_pages - 1).to(tl.int64)
 
 
 @triton.jit
 def locate_rows(cache, where, sizes, b, positions, mode):
     """Offsets in a cache of positions of a sequence, int64."""
-    if mode.paged:
-        page = page_of(where, sizes, b, positions // mode.page_size)
-        return page.to(tl.int64) * cache.stride_page + (positions % mode.page_size).to(tl.int64) * cache.stride_row
+    if mode.page_size > 0:
+        number = tl.minimum(positions // mode.page_size, sizes.capacity // mode.page_size - 1)
+        row = positions % mode.page_size
+        return _page_of(where, sizes, b, number) * cache.stride_page + row.to(tl.int64) * cache.stride_row
     else:
-        page = page_of(where, sizes, b, b * 0)
-        return page.to(tl.int64) * cache.stride_page + positions.to(tl.int64) * cache.stride_row
+        return _page_of(where, sizes, b, b * 0) * cache.stride_page + positions.to(tl.int64) * cache.stride_row
 
 
 @triton.jit
 def visible_blocks(where, sizes, b, inside, mode):
     """(first block, number of blocks) of BLOCK_N keys that some row of a sequence sees."""
-    _, seqlen_k = keys_of(where, sizes, b, inside, mode.page_size)
+    _, seqlen_k = keys_of(where, sizes, b, inside)
     first = seqlen_k * 0
     if mode.left:
         _, seqlen_q = queries_of(where, sizes, b, inside)
