@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import triton
-from oracle import wanted
+from oracle import Case, build, wanted
 from test_portable_launch import calls
 from triton.backends.nvidia.driver import CudaDriver
 
-from tileattn.backends import portable
+from tileattn.backends import entry, portable
+from tileattn.backends.hopper import launch as hopper_launch
 from tileattn.backends.portable import kept, launch, tuning
 
 stub = ctypes.CDLL("libcuda.so.1")
@@ -36,7 +37,7 @@ def parameter_sizes(signature: Any) -> list[int]:
         if isinstance(kind, tuple):
             found += parameter_sizes(kind)
         elif kind.startswith("tensordesc"):
-            rank = kind.split("[")[1].count(",") + 1
+            rank = kind.split("[")[1].split("]")[0].count(",") + 1
             found += [128] + rank * [4] + rank * [8]
         elif kind != "constexpr":
             found.append(8 if kind.startswith("*") else SIZES[kind])
@@ -52,8 +53,9 @@ class Recorder:
         launch.start = self.begin
         launch.Launcher._launch = lambda *call: self.compare(*call)
 
-    def expect(self) -> None:
-        sizes = [*parameter_sizes(self.compiled.src.signature.values()), 8, 8]  # and two kinds of scratch memory
+    def expect(self, compiled: Any) -> None:
+        compiled._init_handles()
+        sizes = [*parameter_sizes(compiled.src.signature.values()), 8, 8]  # and two kinds of scratch memory
         stub.stub_expect(self.log.encode(), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
 
     def noted(self) -> str:
@@ -63,7 +65,7 @@ class Recorder:
     def begin(self, kernel: Any, call: launch.Launch) -> Any:
         options = launch.compile_options(call.tile)
         self.compiled = kernel.run(*call.args, grid=(call.programs,), warmup=True, **options)
-        self.expect()
+        self.expect(self.compiled)
         self.start(kernel, call)
         self.fresh = self.noted()
         return self.compiled
@@ -74,14 +76,28 @@ class Recorder:
         self.launch(launcher, kernel, role, describe, outputs)
         if not self.fresh:  # no programs
             return
-        for entry in [launcher.kept[key]] + [before] * (before is not None):
-            launcher.kept[key] = entry
-            self.expect()
+        for launch_kept in [launcher.kept[key]] + [before] * (before is not None):
+            launcher.kept[key] = launch_kept
+            self.expect(self.compiled)
             self.launch(launcher, kernel, role, describe, outputs)
-            assert entry.entered, kernel.__name__
+            assert launch_kept.entered, kernel.__name__
             assert self.noted() == self.fresh, kernel.__name__
         self.compared += 1
         self.repeated += before is not None
+
+    def compare_runner(self, kernel: Any, runners: list[Any], programs: int, args: Any, stream: int) -> None:
+        """In place of the Hopper backend's _run."""
+        compiled = kernel.run(*args, grid=(programs,), warmup=True, num_warps=4)
+        self.expect(compiled)
+        compiled[(programs, 1, 1)](*args, stream=stream)
+        self.fresh = self.noted()
+        self.repeated += len(runners)
+        runners += [entry.Runner(compiled)] * (not runners)
+        self.expect(compiled)
+        runners[0](programs, args, stream)
+        assert runners[0].entry is not None, kernel.__name__
+        assert self.noted() == self.fresh, kernel.__name__
+        self.compared += 1
 
 
 def main(log: str, names: list[str]) -> None:
@@ -94,6 +110,13 @@ def main(log: str, names: list[str]) -> None:
         call = every[name]
         forward = portable.forward(call.problem, call.inputs)
         portable.backward(call.problem, call.inputs, forward, call.dout, call.dlse, wanted(call.inputs))
+    hopper_launch._run = recorder.compare_runner
+    torch.cuda.current_device = lambda: None  # that of tensors on the CPU
+    torch.cuda.is_current_stream_capturing = lambda: False
+    cases = {"dense": {}, "others_like_it": {"seed": 1}, "packed": {"lengths_q": (70, 80), "lengths_k": (70, 80)}}
+    for fields in cases.values():
+        case = Case(seqlen_q=150, seqlen_k=150, head_dim=64, head_dim_v=64, dtype=torch.bfloat16, causal=True)
+        hopper_launch.forward(*build(case.but(**fields))[:2])
     print(recorder.compared, recorder.repeated)
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from tileattn.backends.entry import Runner
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
@@ -197,10 +198,13 @@ def _packed_descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescri
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     """out, contiguous, and lse."""
-    p, rows = problem, inputs.q.shape[:-2]
-    out = torch.empty((*rows, p.num_heads, p.head_dim_v), dtype=p.dtype, device=p.device)
-    of_batch = () if p.varlen else (p.batch,)
-    lse = torch.empty((*of_batch, p.num_heads, rows[-1]), dtype=torch.float32, device=p.device)
+    p, q = problem, inputs.q
+    rows, of_batch = q.shape[:-2], () if p.varlen else (p.batch,)
+    if p.head_dim == p.head_dim_v:  # half the time
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty((*rows, p.num_heads, p.head_dim_v))
+    lse = q.new_empty((*of_batch, p.num_heads, rows[-1]), dtype=torch.float32)
     if not out.numel():
         return Forward(out, lse)
     if p.device.index != torch.cuda.current_device():
@@ -235,6 +239,6 @@ def table_of(inputs: Inputs, plan: Plan, num_heads: int, stream: int) -> Tensor:
 def _run(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...], stream: int) -> None:
     """Launch; Triton's own look-up of the compiled kernel takes as long as all the rest."""
     if compiled:
-        compiled[0][(programs, 1, 1)](*args, stream=stream)
+        compiled[0](programs, args, stream)
     else:
-        compiled.append(kernel[(programs,)](*args, num_warps=4))
+        compiled.append(Runner(kernel[(programs,)](*args, num_warps=4)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,24 +29,23 @@ class Kept:
     def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], number: dict[int, int]) -> None:
         entry = entry_of(compiled, programs)
         self.entered = entry is not None
-        self.run, self.args, formats, scratch = entry or Entry(compiled[(programs, 1, 1)], [], [], 0)
+        self.run, self.args, formats, scratch = entry or Entry(compiled[(programs, 1, 1)], [], {}, 0)
         self.scratch = programs * scratch
         self.pointers: list[tuple[int, int]] = []
         self.opened: list[tuple[int, int, tuple[Any, ...]]] = []
         self.tuples: list[tuple[int, list[Any], list[tuple[int, int]]]] = []
         self.descriptors: list[tuple[int, int, dict[int, Any]]] = []
-        rest = iter(formats)
-        for arg in args:
-            self._add(arg, number, rest)
+        for i, arg in enumerate(args):
+            self._add(arg, number, formats.get(i))
 
-    def _add(self, arg: Any, number: dict[int, int], formats: Iterator[Any]) -> None:
+    def _add(self, arg: Any, number: dict[int, int], format: Any) -> None:
         place = len(self.args)
         if isinstance(arg, Tensor):
             self.pointers.append((place, number[id(arg)]))
         elif isinstance(arg, TensorDescriptor):
             like = replace(arg, base=None)
-            if self.entered:
-                self.descriptors.append((place, number[id(arg.base)], _Encoded(like, next(formats))))
+            if format is not None:
+                self.descriptors.append((place, number[id(arg.base)], _Encoded(like, format)))
                 self.args += [None, *arg.shape, *arg.strides]
                 return
             self.descriptors.append((place, number[id(arg.base)], _Described(like)))
