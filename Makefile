@@ -1,7 +1,7 @@
 # What needs a GPU, or takes long without one. The quick tests are `pytest`.
 .PHONY: gpu-test gpu-sanitize gpu-bench compile-test
 
-# Mostly compiling: one process a core. With an empty Triton cache some minutes of all cores' time.
+# Mostly compiling: one process a core.
 gpu-test:
 	python -m pytest -m gpu -q -n auto --dist worksteal
 
