@@ -78,16 +78,19 @@ def measure_pairs(
     return rows
 
 
-def write(path: str, rows: list[dict[str, Any]], commit: str | None) -> None:
-    """The result file. commit: where git is not at hand."""
+def stamp(commit: str | None) -> dict[str, Any]:
+    """What was measured, on what, and when. commit: where git is not at hand."""
     if commit is None:
         done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
         commit = done.stdout.strip()
-    result = {
+    return {
         "device": torch.cuda.get_device_name(),
         "commit": commit,
         "date": datetime.date.today().isoformat(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "rows": rows,
     }
-    Path(path).write_text(json.dumps(result, indent=1))
+
+
+def write(path: str, rows: list[dict[str, Any]], commit: str | None) -> None:
+    """The result file."""
+    Path(path).write_text(json.dumps({**stamp(commit), "rows": rows}, indent=1))
