@@ -117,7 +117,6 @@ def _compile(name: str, cell: Cell) -> None:
 
 def measure_cell(cell: Cell, rounds: int) -> list[dict[str, Any]]:
     seqlen, head_dim, causal = cell
-    batch, heads = TOKENS // seqlen, WIDTH // head_dim
     *leaves, dout = cell.tensors()
     pairs: dict[str, Pair] = {}
     for name, build in IMPLEMENTATIONS.items():
@@ -169,7 +168,7 @@ def _kept(path: str, commit: str | None, cells: list[Cell]) -> list[dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path")
     parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
     parser.add_argument("--seqlens", type=numbers, default=[1024, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=5)

@@ -164,7 +164,7 @@ def with_tile(**fields):
         ([GOOD, {**GOOD, "dtype": "int8"}], "tiles[1].dtype='int8': must be one of bfloat16, float16, float32"),
         ([{**GOOD, "head_dim": 0}], "tiles[0].head_dim=0: must be a whole number from 1 to 1024"),
         ([with_tile(block_m=48)], "tiles[0].tile.block_m=48: must be a power of two"),
-        ([with_tile(block_n=512)], "tiles[0].tile.block_n=512: must be a whole number from 16 to 256"),
+        ([with_tile(block_n=512)], "tiles[0].tile.block_n=512: must be a whole number from 16 to 128"),
         ([with_tile(num_warps=True)], "tiles[0].tile.num_warps=True: must be a whole number from 1 to 16"),
         ([with_tile(descriptors=1)], "tiles[0].tile.descriptors=1: must be true or false"),
         ([with_tile(colour="red")], "tiles[0].tile has unknown colour"),

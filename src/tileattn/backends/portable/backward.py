@@ -22,13 +22,12 @@ from torch import Tensor
 from tileattn.backends.portable.backward_bias import backward_bias_kernel
 from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.gradients import probabilities, score_gradient
+from tileattn.backends.portable.device.gradients import probabilities, row_statistics, score_gradient
 from tileattn.backends.portable.device.masks import tile_at, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     PAD,
     SIZES,
     Rows,
-    RowStats,
     Sequences,
     load_block,
     load_rows,
@@ -36,7 +35,6 @@ from tileattn.backends.portable.device.rows import (
     open_rows,
     sized,
     span,
-    stats_at,
     store_block,
     workspace_at,
 )
@@ -48,14 +46,15 @@ from tileattn.backends.portable.device.scores import (
     uncap,
     unmodify,
 )
-from tileattn.backends.portable.device.softmax import from_natural
 from tileattn.backends.portable.launch import (
     Launch,
     Launcher,
+    Mode,
     block_dim_of,
     empty_like,
     mode_of,
     modifiers_of,
+    operand_of,
     operands_of,
     rows_of,
     sequences_of,
@@ -88,26 +87,19 @@ def delta_kernel(
     mode,
     BLOCK_M: tl.constexpr,
 ):
-    """delta, and lse in the base of `power`: +inf for rows that see nothing and for padding,
-    so that their probabilities are 0."""
+    """The statistics of rows for other kernels, where `backward_q_kernel` does not run."""
     seqs = Sequences(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
     )
     block, head, batch = locate(tl.program_id(0), tl.cdiv(seqs.seqlen_q, PAD) * (PAD // BLOCK_M), seqs.num_heads)
     start_q, seqlen_q = span(seqs.cu_seqlens_q, batch, seqs.total_q, seqs.seqlen_q)
-    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = offs_m < seqlen_q
-    out_tile = load_block(
-        out, batch, head, start_q, block * BLOCK_M, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M
-    )
-    dout_tile = load_block(
-        dout, batch, head, start_q, block * BLOCK_M, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M
-    )
-    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    if dlse.ptr is not None:
-        row_delta -= tl.load(stats_at(dlse, batch, head, start_q) + offs_m, mask=inside, other=0.0)
-    row_lse = tl.load(stats_at(lse, batch, head, start_q) + offs_m, mask=inside, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), from_natural(row_lse, mode))
+    start_m = block * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    out_tile = load_block(out, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+    dout_tile = load_block(dout, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+    row_lse, row_delta = row_statistics(
+        out_tile, dout_tile, lse, dlse, batch, head, start_q, offs_m, seqlen_q, mode
+    )  # fmt: skip
     padded = offs_m < tl.cdiv(seqlen_q, PAD) * PAD
     tl.store(workspace_at(based_lse, batch, head, start_q) + offs_m, row_lse, mask=padded)
     tl.store(workspace_at(delta, batch, head, start_q) + offs_m, row_delta, mask=padded)
@@ -269,6 +261,9 @@ def backward_q_kernel(
     dout,
     based_lse,
     delta,
+    out,
+    lse,
+    dlse,
     dq,
     dslope,
     seqlen_q,
@@ -288,7 +283,8 @@ def backward_q_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of one block of rows, and its share of the gradient of the ALiBi slope: dslope (batch, heads, blocks)."""
+    """dq of one block of rows, its statistics for other kernels, and its share of the gradient of the ALiBi slope:
+    dslope (batch, heads, blocks)."""
     seqs = Sequences(
         seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, total_q, total_k, num_heads, window_left, window_right
     )
@@ -314,8 +310,19 @@ def backward_q_kernel(
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
     dout_tile = load_block(dout, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
-    row_lse = tl.load(workspace_at(based_lse, batch, head, start_q) + offs_m)
-    row_delta = tl.load(workspace_at(delta, batch, head, start_q) + offs_m)
+    out_tile = load_block(out, batch, head, start_q, start_m, seqlen_q, mode, mode.dim_v, mode.block_dim_v, BLOCK_M)
+    row_lse, row_delta = row_statistics(
+        out_tile, dout_tile, lse, dlse, batch, head, start_q, offs_m, seqlen_q, mode
+    )  # fmt: skip
+    lse_ptr = workspace_at(based_lse, batch, head, start_q)
+    delta_ptr = workspace_at(delta, batch, head, start_q)
+    tl.store(lse_ptr + offs_m, row_lse)
+    tl.store(delta_ptr + offs_m, row_delta)
+    if start_m + BLOCK_M >= seqlen_q:  # the padding, which no block of rows covers
+        beyond = start_m + BLOCK_M + tl.arange(0, PAD)
+        padding = beyond < tl.cdiv(seqlen_q, PAD) * PAD
+        tl.store(lse_ptr + beyond, float("inf"), mask=padding)
+        tl.store(delta_ptr + beyond, 0.0, mask=padding)
     dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
     slope_tile = tl.zeros([BLOCK_M], tl.float32)
 
@@ -347,18 +354,28 @@ def backward_q_kernel(
 def backward(
     problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
-    return _Backward(problem, inputs, forward, dout, dlse).gradients(wanted)
+    return Backward(problem, inputs, forward, dout, dlse).gradients(wanted)
 
 
 class _Walk(NamedTuple):
-    """What sets a kernel apart from others that recompute P. extra: arguments that they do not take."""
+    """What sets a kernel apart from others that recompute P. outputs: what it takes after the statistics of rows, most
+    of it to write. extra: arguments at its end that others do not take."""
 
     programs: int
     outputs: tuple[Any, ...]
     extra: tuple[Any, ...] = ()
 
 
-class _Backward:
+class _Saved(NamedTuple):
+    """What forward left, its gradients, and how they are loaded."""
+
+    mode: Mode
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+
+class Backward:
     """The launches of one backward call, over what they share."""
 
     def __init__(
@@ -371,11 +388,14 @@ class _Backward:
         dlse = None if dlse is None else dlse.contiguous()
         self.launcher = Launcher(problem, inputs, forward.out, forward.lse.contiguous(), dout, dlse)
         self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
-        self._delta()
 
     def gradients(self, wanted: Wanted) -> Gradients:
-        dk, dv = self._key_gradients(wanted)
-        dq, dslopes = self._query_gradients() if wanted.q or wanted.alibi_slopes else (None, None)
+        dq, dslopes = None, None
+        if wanted.q or wanted.alibi_slopes:  # first: the others need the statistics of rows
+            dq, dslopes = self.query_gradients()
+        else:
+            self.statistics()
+        dk, dv = self.key_gradients(wanted)
         return Gradients(
             dq if wanted.q else None,
             dk,
@@ -385,7 +405,7 @@ class _Backward:
             self._sink_gradient() if wanted.sink else None,
         )
 
-    def _delta(self) -> None:
+    def statistics(self) -> None:
         p = self.problem
 
         def describe(
@@ -399,7 +419,7 @@ class _Backward:
                     rows_of(out),
                     rows_of(dout),
                     stats_of(lse),
-                    RowStats(None, 0, 0) if dlse is None else stats_of(dlse),
+                    stats_of(dlse),
                     workspace_of(based_lse),
                     workspace_of(delta),
                     *sequences_of(p, inputs),
@@ -410,7 +430,7 @@ class _Backward:
 
         self.launcher.launch(delta_kernel, describe, self.lse, self.delta)
 
-    def _key_gradients(self, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    def key_gradients(self, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         p = self.problem
         dk = empty_like(self.inputs.k) if wanted.k else None
         dv = empty_like(self.inputs.v) if wanted.v else None
@@ -423,22 +443,24 @@ class _Backward:
         return dk, dv
 
     def _walk_down(self, tile: Tile, dk: Tensor | None, dv: Tensor | None) -> None:
-        def describe(dk: Tensor | None, dv: Tensor | None) -> _Walk:
+        def describe(_: _Saved, dk: Tensor | None, dv: Tensor | None) -> _Walk:
             programs = self.problem.batch * self.problem.num_heads_k * triton.cdiv(self.problem.seqlen_k, tile.block_n)
             return _Walk(programs, tuple(None if x is None else rows_of(x) for x in (dk, dv)))
 
         if dk is not None or dv is not None:
             self._walk(backward_kv_kernel, tile, "rows", describe, dk, dv)
 
-    def _query_gradients(self) -> tuple[Tensor, Tensor | None]:
+    def query_gradients(self) -> tuple[Tensor, Tensor | None]:
         p, slopes = self.problem, self.inputs.alibi_slopes
         tile = tile_for(p, "backward_q")
         blocks_m = -(-p.seqlen_q // tile.block_m)
         dq = empty_like(self.inputs.q)
         dslope = None if slopes is None else self.delta.new_empty(p.batch, p.num_heads, blocks_m)
 
-        def describe(dq: Tensor, dslope: Tensor | None) -> _Walk:
-            return _Walk(p.batch * p.num_heads * blocks_m, (rows_of(dq), dslope))
+        def describe(saved: _Saved, dq: Tensor, dslope: Tensor | None) -> _Walk:
+            out = operand_of(saved.mode, saved.out, tile.block_m)
+            outputs = out, stats_of(saved.lse), stats_of(saved.dlse), rows_of(dq), dslope
+            return _Walk(p.batch * p.num_heads * blocks_m, outputs)
 
         self._walk(backward_q_kernel, tile, "keys", describe, dq, dslope)
         if slopes is None or dslope is None:
@@ -451,7 +473,7 @@ class _Backward:
         assert bias is not None
         dbias, tile = empty_like(bias), tile_for(p, "backward_q")
 
-        def describe(dbias: Tensor) -> _Walk:
+        def describe(_: _Saved, dbias: Tensor) -> _Walk:
             batch, heads, rows, cols = dbias.shape
             shared_rows, shared_cols = rows == 1, cols == 1
             blocks_m = 1 if shared_rows else triton.cdiv(p.seqlen_q, tile.block_m)
@@ -482,25 +504,25 @@ class _Backward:
         describe_outputs: Callable[..., _Walk],
         *outputs: Tensor | None,
     ) -> None:
-        """Launch a kernel that recomputes P; describe_outputs(*outputs) tells what sets it apart from others.
+        """Launch a kernel that recomputes P; describe_outputs(saved, *outputs) tells what sets it apart from others.
         along: which way it walks, None if not through lists."""
         p = self.problem
         lists = None if along is None else list_tiles(self.launcher, p, self.inputs, tile, along)
 
         def describe(
-            inputs: Inputs, _out: Any, _lse: Any, dout: Tensor, _dlse: Any, lse: Tensor, delta: Tensor,
-            lists: Tensor | None, *outputs: Any,
+            inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, based_lse: Tensor,
+            delta: Tensor, lists: Tensor | None, *outputs: Any,
         ) -> Launch:  # fmt: skip
             q, k, v = inputs[:3]
             sparsity = sparsity_of(p, inputs, tile, lists)
-            mode = mode_of(p, tile, q, k, v, dout, functions=functions_of(p, inputs), sparsity=sparsity)
-            walk = describe_outputs(*outputs)
+            mode = mode_of(p, tile, q, k, v, dout, out, functions=functions_of(p, inputs), sparsity=sparsity)
+            walk = describe_outputs(_Saved(mode, out, lse, dlse), *outputs)
             return Launch(
                 walk.programs,
                 tile,
                 (
                     *operands_of(mode, tile, q, k, v, dout),
-                    workspace_of(lse),
+                    workspace_of(based_lse),
                     workspace_of(delta),
                     *walk.outputs,
                     *sequences_of(p, inputs),

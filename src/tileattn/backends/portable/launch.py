@@ -120,7 +120,11 @@ def _strides_of(x: Tensor) -> list[int]:
 def operands_of(mode: Mode, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> list[Any]:
     """The tensors that a kernel loads in blocks of rows, as it takes them."""
     pairs = (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), *((x, tile.block_m) for x in like_q)
-    return [_descriptor(x, block) if mode.tma.value == "host" else rows_of(x) for x, block in pairs]
+    return [operand_of(mode, x, block) for x, block in pairs]
+
+
+def operand_of(mode: Mode, x: Tensor, block: int) -> Rows | TensorDescriptor:
+    return _descriptor(x, block) if mode.tma.value == "host" else rows_of(x)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
@@ -147,7 +151,9 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, batch, row, head, _ALIGN[align])
 
 
-def stats_of(x: Tensor) -> RowStats:
+def stats_of(x: Tensor | None) -> RowStats:
+    if x is None:
+        return RowStats(None, 0, 0)
     return RowStats(x, *(sized(*x.stride()[:2]) if x.dim() == 3 else sized(0, x.stride(0))))
 
 

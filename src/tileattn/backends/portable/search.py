@@ -14,7 +14,7 @@ import torch
 
 from tileattn.backends import portable
 from tileattn.backends.portable import tuning
-from tileattn.backends.portable.backward import _Backward
+from tileattn.backends.portable.backward import Backward
 from tileattn.backends.portable.launch import block_dim_of
 from tileattn.backends.portable.tuned import Entry
 from tileattn.backends.portable.tuning import Kernel, Tile
@@ -26,7 +26,6 @@ WANTED = {
     "backward_kv": Wanted(False, True, True),
     "backward_k": Wanted(False, True, False),
     "backward_v": Wanted(False, False, True),
-    "backward_q": Wanted(True, False, False),
 }
 
 
@@ -214,14 +213,17 @@ def _runner(work: Work, lookup: Lookup, problem: Problem, inputs: Inputs) -> Cal
     """A function that launches the work with tiles that lookup gives."""
     if work != "forward":
         saved: Forward = portable.forward(problem, inputs)
-        launches = _Backward(problem, inputs, saved, torch.randn_like(saved.out), None)
+        launches = Backward(problem, inputs, saved, torch.randn_like(saved.out), None)
+        launches.statistics()
 
     def run() -> tuple[torch.Tensor, ...]:
         in_use, tuning._lookup = tuning._lookup, lookup  # type: ignore[assignment]
         try:
             if work == "forward":
                 return tuple(portable.forward(problem, inputs))
-            return tuple(g for g in launches.gradients(WANTED[work]) if g is not None)
+            if work == "backward_q":
+                return launches.query_gradients()[:1]
+            return tuple(g for g in launches.key_gradients(WANTED[work]) if g is not None)
         finally:
             tuning._lookup = in_use
 

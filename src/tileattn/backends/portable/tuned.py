@@ -74,7 +74,7 @@ def _tile(fields: Any, where: str, kernel: str) -> Tile:
     required = {"block_m", "block_n", "num_warps", "num_stages"}
     fields = _fields(fields, where, required, set(Tile._fields) - required)
     for name in ("block_m", "block_n"):
-        _power_of_two(fields[name], f"{where}.{name}", 16, 256)
+        _power_of_two(fields[name], f"{where}.{name}", 16, 128)
     _power_of_two(fields["num_warps"], f"{where}.num_warps", 1, 16)
     _number(fields["num_stages"], f"{where}.num_stages", 1, 8)
     _number(fields.get("registers", 0), f"{where}.registers", 0, 255)

@@ -7,8 +7,9 @@ import triton.language as tl
 
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.masks import visible
+from tileattn.backends.portable.device.rows import stats_at
 from tileattn.backends.portable.device.scores import score_tile, score_unit, uncap, unmodify
-from tileattn.backends.portable.device.softmax import power
+from tileattn.backends.portable.device.softmax import from_natural, power
 
 
 @triton.jit
@@ -18,6 +19,18 @@ def probabilities(s, unit, row_lse, mode):
     if mode.score_mod is not None:  # which may have made inf or NaN of such a row's zeros
         p = tl.where(row_lse == float("inf"), 0.0, p)
     return p
+
+
+@triton.jit
+def row_statistics(out_tile, dout_tile, lse, dlse, batch, head, start, offs_m, length, mode):
+    """(lse in the base of `power`: +inf for rows that see nothing or lie beyond the sequence, so that their
+    probabilities are 0; delta)."""
+    inside = offs_m < length
+    row_lse = tl.load(stats_at(lse, batch, head, start) + offs_m, mask=inside, other=float("-inf"))
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if dlse.ptr is not None:
+        row_delta -= tl.load(stats_at(dlse, batch, head, start) + offs_m, mask=inside, other=0.0)
+    return tl.where(row_lse == float("-inf"), float("inf"), from_natural(row_lse, mode)), row_delta
 
 
 @triton.jit
