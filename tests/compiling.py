@@ -24,6 +24,10 @@ TARGETS = {
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
 
+# KiB of shared memory that a program can have
+SHARED = {"sm80": 163, "sm86": 99, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+SHARED |= {"gfx942": 64, "gfx950": 160, "gfx1100": 64}
+
 
 class Compiled(NamedTuple):
     """Registers a thread; bytes of spills a thread, counted as loads and stores of local memory in the code."""
