@@ -7,7 +7,8 @@
 then they take turns on the GPU. FLOPs are those of the scores that the mask leaves, backward 2.5 times as many.
 
 alibi       causal; ours also as the score_mod that FlexAttention gets
-bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it
+bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it; one for all heads where
+            that would have 2^31 elements or more
 window      causal, the last 1,024 tokens
 documents   causal inside documents of random lengths; ours also as packed sequences
 blocks      a tenth of the blocks of 128 x 128, drawn for each head
@@ -95,10 +96,11 @@ class Cell:
         return pairs, self.seqlen * self.seqlen / 2
 
     def bias(self) -> tuple[dict[str, Pair], float]:
-        bias = self.randn(1, self.heads, self.seqlen, self.seqlen)
+        own = self.heads if self.heads * self.seqlen**2 < 2**31 else 1
+        bias = self.randn(1, own, self.seqlen, self.seqlen)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-            return score + bias[0, h, row, col]
+            return score + bias[0, h if own > 1 else 0, row, col]
 
         pairs = {
             "tileattn-portable": self.ours(bias=bias),

@@ -78,6 +78,17 @@ def test_mods_and_block_masks_compile(target):
     assert names == [n for walk in walks for n in ("list_kernel", walk)]
 
 
+def test_a_document_mask_lets_three_programs_share_a_multiprocessor_of_hopper():
+    document = torch.arange(256) // 100
+    mask_mod = lambda b, h, row, col: (document[row] == document[col]) & (row >= col)  # noqa: E731
+    q, k, v = (torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    call = Problem.of(q, k, v, block_mask=BlockMask.from_mod(mask_mod, None, None, 256, 256))
+    forward = compile_call(*call, TARGETS["sm90"], tuning.HOPPER, wanted=None)[-1]
+    assert (forward.name, forward.spills) == ("forward_kernel", 0)
+    assert 3 * 128 * forward.registers <= 65536
+    assert 3 * forward.shared <= 227 * 1024
+
+
 @pytest.mark.parametrize("target", targets(("sm80",)))
 def test_float32_compiles(target):
     compile_call(*problem(64, torch.float32, causal=True), TARGETS[target], tuning.FLOAT32)

@@ -78,6 +78,14 @@ def test_oracle_rule_for_long_sequences(seqlen, head_dim, causal, dtype):
     check(portable, case, "cuda")
 
 
+@pytest.mark.parametrize("mask_mod", [None, "documents", "lengths"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_oracle_rule_for_long_block_masks(head_dim, mask_mod):
+    """With block sizes of which kernels' tiles are parts."""
+    case = Case(seqlen_q=1000, seqlen_k=1024, num_heads=4, head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16)
+    check(portable, case.but(block_size=(128, 128), mask_mod=mask_mod, causal=mask_mod == "lengths"), "cuda")
+
+
 def test_oracle_rule_for_a_mask_that_heads_share():
     """One that is looked through for its empty and full blocks."""
     call = build(Case(batch=1, seqlen_q=600, seqlen_k=700, num_heads=8, num_heads_k=8, dtype=torch.bfloat16), "cuda")

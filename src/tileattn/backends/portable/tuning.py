@@ -21,7 +21,8 @@ class Tile(NamedTuple):
 
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
-    their own. dv: backward_kv computes dk alone, and a second launch dv with this tile.
+    their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. with_mask_mod: registers with a
+    mask_mod and nothing else that takes many.
     """
 
     block_m: int
@@ -32,13 +33,14 @@ class Tile(NamedTuple):
     registers: int = 0
     ranges: bool = True
     dv: Tile | None = None
+    with_mask_mod: int = 0
 
 
 # head_dim at most -> tile, for 16-bit dtypes
 Table = dict[Kernel, dict[int, Tile]]
 HOPPER: Table = {
     "forward": {
-        64: Tile(64, 128, 4, 2, True),
+        64: Tile(64, 128, 4, 2, True, with_mask_mod=168),
         128: Tile(64, 64, 4, 3, True),
         256: Tile(128, 64, 8, 2, True),
         512: Tile(64, 32, 8, 1),
@@ -99,7 +101,11 @@ INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEF
 
 
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
-    return _lookup(problem.device, problem.dtype, max(problem.head_dim, problem.head_dim_v), kernel)
+    p = problem
+    tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
+    if p.mask_mod and tile.with_mask_mod and not (p.score_mod or p.softcap or p.has_bias or p.has_mask or p.dropout_p):
+        return tile._replace(registers=tile.with_mask_mod)
+    return tile
 
 
 @functools.lru_cache(maxsize=1024)
