@@ -7,8 +7,8 @@
 then they take turns on the GPU. FLOPs are those of the scores that the mask leaves, backward 2.5 times as many.
 
 alibi       causal; ours also as the score_mod that FlexAttention gets
-bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it; one for all heads where
-            that would have 2^31 elements or more
+bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it; one for all heads
+            where that would have 2^31 elements or more
 window      causal, the last 1,024 tokens
 documents   causal inside documents of random lengths; ours also as packed sequences
 blocks      a tenth of the blocks of 128 x 128, drawn for each head
