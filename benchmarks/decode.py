@@ -35,12 +35,12 @@ class Shape(NamedTuple):
 SHAPES = [
     Shape(1, 131072, 64, 8),
     Shape(16, 16384, 64, 8),
-    Shape(64, 4096, 32, 8),
-    Shape(128, 8192, 32, 8),
-    Shape(64, 8192, 32, 8, varied=True),
+    Shape(64, 4096, 64, 8),
+    Shape(128, 8192, 64, 8),
+    Shape(64, 8192, 64, 8, varied=True),
     Shape(8, 16384, 128, 1, graph=True),
-    Shape(1, 4096, 32, 8, graph=True),
-    Shape(1, 4096, 32, 8),
+    Shape(1, 4096, 64, 8, graph=True),
+    Shape(1, 4096, 64, 8),
 ]
 
 

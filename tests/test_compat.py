@@ -145,6 +145,24 @@ def test_the_same_generator_state_drops_the_same():
     assert not torch.equal(first, flash_attn.flash_attn_func(q, k, v, 0.4))
 
 
+def test_compile_gives_the_same_without_a_graph_break():
+    torch._dynamo.reset()
+    dense, (tensors, lengths) = qkv(), packed()
+
+    def run(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(9, -1)) * 2
+
+    def run_varlen(q, k, v):
+        return flash_attn.flash_attn_varlen_func(q, k, v, *lengths, causal=True, return_attn_probs=True)[1]
+
+    for function, args in ((run, dense), (run_varlen, tensors)):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+        expected = function(*args)
+        torch.testing.assert_close(got, expected)
+        for g, e in zip(*(torch.autograd.grad(x.sum(), args[:2]) for x in (got, expected)), strict=True):
+            torch.testing.assert_close(g, e)
+
+
 def keywords(**changes):
     base = {"softmax_scale": D**-0.5, "causal": True, "window_size_left": -1, "window_size_right": -1}
     return base | {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None} | changes

@@ -23,6 +23,7 @@ from tileattn.problem import Forward
 MAX_HEAD_DIM = 1024
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MAX_BATCH = 4096  # a program looks at all lengths
+MIN_BATCH_BLOCK = 128  # of lengths, one a thread: a smaller batch needs no kernel of its own
 
 
 class CacheTile(NamedTuple):
@@ -112,7 +113,7 @@ def append(append: Append) -> None:
 def _append_mode(
     head_dim: int, head_dim_v: int, page_size: int, half: int, interleaved: bool, batch: int
 ) -> AppendMode:
-    blocks = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v), triton.next_power_of_2(batch)
+    blocks = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v), _batch_block(batch)
     return _constants(AppendMode, head_dim, blocks[0], head_dim_v, blocks[1], page_size, half, interleaved, blocks[2])
 
 
@@ -276,12 +277,16 @@ def _plan(problem: CacheProblem, num_pages: int, total_q: int, half: int, same_m
         split.items > 0,
         p.split_size > 0,
         p.group,
-        triton.next_power_of_2(p.batch),
+        _batch_block(p.batch),
         tile.block_m,
         tile.block_n,
     )
     tiles = triton.cdiv(p.seqlen_q * p.group, tile.block_m)
     return Plan(tile, split, tiles * p.num_heads_k * (split.items or p.batch), sizes, mode)
+
+
+def _batch_block(batch: int) -> int:
+    return max(triton.next_power_of_2(batch), MIN_BATCH_BLOCK)
 
 
 def _page_size(page_size: int, capacity: int) -> int:
