@@ -1,4 +1,4 @@
-"""Compile the Hopper kernel, through the arguments its launcher makes, on a machine without a GPU."""
+"""Compile the Hopper kernels, through the arguments their launchers make, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tileattn.backends.hopper.backward import attention_backward
+from tileattn.backends.hopper.backward_launch import backward_arguments, backward_plan_for, workspace_for
 from tileattn.backends.hopper.forward import attention_forward
 from tileattn.backends.hopper.launch import arguments, plan_for
 from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_sequences
@@ -76,6 +78,14 @@ def compile_forward(problem: Problem, inputs: Inputs) -> Compiled:
     lse, counter = torch.empty(1, problem.num_heads, problem.seqlen_q), torch.zeros(1, dtype=torch.int32)
     table = torch.zeros(TABLE_FIELDS, problem.batch + 1, dtype=torch.int32) if problem.varlen else None
     return _compile(attention_forward, *arguments(plan_for(problem), inputs, out, lse, counter, table))
+
+
+def compile_backward(problem: Problem, inputs: Inputs) -> Compiled:
+    plan, counter = backward_plan_for(problem), torch.zeros(1, dtype=torch.int32)
+    dout = torch.empty(*inputs.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[1:3])
+    workspace = workspace_for(problem, plan, problem.device)
+    return _compile(attention_backward, *backward_arguments(plan, inputs, dout, workspace, dk, dv, counter))
 
 
 def compile_ranking() -> Compiled:

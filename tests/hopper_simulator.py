@@ -1,4 +1,4 @@
-"""Runs the Hopper kernel's own source on a CPU: one thread a partition, memory and products as late as they may be.
+"""Runs the Hopper kernels' own source on a CPU: one thread a partition, memory and products as late as they may be.
 
 Triton's modules are replaced by the few names below. A load writes NaN at once and its data when no partition can go
 on without; a product reads its shared memory when it is waited for, a store when its buffer is about to be used again.
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for
 from tileattn.backends.hopper.launch import mode_of, plan_for
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
-from tileattn.problem import Forward, Inputs, Problem
+from tileattn.problem import Forward, Gradients, Inputs, Problem
 
 PACKAGE = "tileattn.backends.hopper"
 _here = threading.local()  # of a partition: name, threads, products and stores in flight
@@ -154,10 +155,11 @@ class MBarrier:
 
 
 class Shared:
-    """Shared memory."""
+    """Shared memory. views: what else the same memory was called; what is stored under one name is NaN under the
+    others."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.data = data
+    def __init__(self, data: np.ndarray, dtype: str = "", views: list[np.ndarray] | None = None) -> None:
+        self.data, self.dtype, self.views = data, dtype, [data] if views is None else views
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -167,17 +169,32 @@ class Shared:
         if not 0 <= int(i) < len(self.data):
             raise FaultError(f"shared memory: index {i} of {len(self.data)}")
         item = self.data[int(i)]
-        return item[0] if item.dtype == object else Shared(item)
+        return item[0] if item.dtype == object else Shared(item, self.dtype, self.views)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        if not 0 <= start <= start + length <= self.data.shape[dim]:
+            raise FaultError(f"shared memory: {start} to {start + length} of {self.data.shape[dim]}")
+        return Shared(self.data[(slice(None),) * dim + (slice(start, start + length),)], self.dtype, self.views)
 
     def reshape(self, shape: list[int]) -> Shared:
         view = self.data.view()
         view.shape = tuple(shape)  # refuses to copy
-        return Shared(view)
+        return Shared(view, self.dtype, self.views)
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.data.transpose(order))
+        return Shared(self.data.transpose(order), self.dtype, self.views)
+
+    def _reinterpret(self, dtype: str, shape: list[int], layout: Any) -> Shared:
+        for view in self.views:
+            if view.shape == tuple(shape):
+                return Shared(view, dtype, self.views)
+        self.views.append(np.full(shape, np.nan, np.float32))
+        return Shared(self.views[-1], dtype, self.views)
 
     def store(self, value: Any) -> None:
+        for view in self.views:
+            if not np.may_share_memory(view, self.data):
+                view[...] = np.nan
         self.data[...] = value
 
     def load(self, layout: Any) -> Tile:
@@ -185,13 +202,14 @@ class Shared:
 
 
 class Descriptor:
-    """A tensor in global memory, (batch, seqlen, heads, head_dim), read and written in blocks."""
+    """A tensor in global memory, read and written in blocks."""
 
     layout = None
 
     def __init__(self, data: np.ndarray, block: list[int], dtype: str) -> None:
         self.data, self.dtype, self.shape = data, dtype, tuple(map(Scalar, data.shape))
-        self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * math.prod(block))
+        nbytes = math.prod(block) * (4 if dtype == "float32" else 2)
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=nbytes)
 
     def window(self, at: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Where a block at these coordinates lies in the tensor, and which part of the block that is."""
@@ -256,7 +274,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             for i in np.ndindex(*shape):
                 data[i] = MBarrier(machine)
             return Shared(data)
-        return Shared(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan, np.float32))
+        return Shared(np.full(shape, -1) if dtype == "int32" else np.full(shape, np.nan, np.float32), dtype)
 
     def tma_load(desc: Descriptor, at: list[int], barrier: MBarrier, block: Shared) -> None:
         block.data[...] = np.nan
@@ -271,13 +289,17 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             machine.loads.append(land)
 
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
-        _here.stores.append((desc, at, block))
+        _here.stores.append((desc, at, block, False))
+
+    def tma_reduce_add(desc: Descriptor, at: list[int], block: Shared) -> None:
+        _here.stores.append((desc, at, block, True))
 
     def store_wait(pending: int) -> None:
         while len(_here.stores) > pending:
-            desc, at, block = _here.stores.pop(0)
+            desc, at, block, add = _here.stores.pop(0)
             ours, theirs = desc.window(at)
-            desc.data[ours] = block.data[theirs]
+            with machine.changed:
+                desc.data[ours] = block.data[theirs] + (desc.data[ours] if add else 0.0)
 
     def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         if isinstance(a, Product) or (isinstance(acc, Product) and acc is not _here.products[-1]):
@@ -326,6 +348,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         float16="fp16",
         constexpr=lambda x: x,
         shared_memory_descriptor=Shared,
+        num_warps=lambda: _here.threads // 32,
         static_range=range,
         program_id=lambda axis: Scalar(program),
         num_programs=lambda axis: Scalar(programs),
@@ -346,6 +369,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         allocate_shared_memory=allocate,
         atomic_add=atomic_add,
         store=store,
+        NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *args: None),
         warp_specialize=specialize,
         **dict.fromkeys(
             ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout"),
@@ -367,6 +391,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         ),
         tma_load=tma_load,
         tma_store=tma_store,
+        tma_reduce_add=tma_reduce_add,
         store_wait=store_wait,
         warpgroup_mma=multiply,
         warpgroup_mma_wait=multiply_wait,
@@ -388,8 +413,19 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
         if pred:
             machine.arrive(barrier, threads)
 
+    def wait_for_turn(pointer: Pointer, turn: int) -> None:
+        machine.wait_for(lambda: pointer.data[pointer.offset] == turn, f"turn {int(turn)}")
+
+    def pass_turn(pointer: Pointer, turn: int) -> None:
+        with machine.changed:
+            pointer.data[pointer.offset] = turn
+            machine.changed.notify_all()
+
     return types.SimpleNamespace(
         FIRST_BARRIER=4,
+        wait_for_turn=wait_for_turn,
+        pass_turn=pass_turn,
+        opaque=lambda x: x,
         barrier_sync=sync,
         barrier_arrive=arrive,
         declare_flag=lambda: None,
@@ -434,15 +470,14 @@ def _run_partitions(machine: Machine, functions: list[Any], warps: list[int]) ->
 
 
 class Kernel:
-    """The kernel's files, read with Triton replaced. edits: (file, old, new), each a fault to plant."""
+    """The kernels' files, read with Triton replaced. edits: (file, old, new), each a fault to plant."""
 
     def __init__(self, *edits: tuple[str, str, str]) -> None:
         spec = importlib.util.find_spec("tileattn.backends")
         assert spec is not None
         folder = Path(str(spec.origin)).parent / "hopper"
-        self.sources = {
-            name: (folder / f"{name}.py").read_text() for name in ("pipeline", "schedule", "softmax", "forward")
-        }
+        names = ("pipeline", "schedule", "softmax", "forward", "backward")
+        self.sources = {name: (folder / f"{name}.py").read_text() for name in names}
         for name, old, new in edits:
             assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"
             self.sources[name] = self.sources[name].replace(old, new)
@@ -493,6 +528,39 @@ class Kernel:
             kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, packs, block_m)))
         return table
 
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: torch.Tensor,
+        dlse: torch.Tensor,
+        programs: int = 3,
+        seed: int = 0,
+    ) -> Gradients:
+        """The backend's backward of q, k and v, on this many programs in turn: the first takes all tiles."""
+        plan, mode = backward_plan_for(problem), backward_mode_of(problem)
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
+        statistics, sums = prepare(problem, plan, forward, dout, dlse)
+        turns = np.zeros(plan.blocks_m * problem.batch * problem.num_heads * 2, int)
+        dk, dv = (np.full(x.shape, np.nan, np.float32) for x in inputs[1:3])
+        counter = np.zeros(1, int)
+        tensors = (*(x.float().numpy() for x in (*inputs[:3], dout)), statistics, sums, dk, dv)
+        dtypes = (*[dtype] * 4, "float32", "float32", dtype, dtype)
+        for program in range(programs):
+            kernel = self._load("backward", _triton(Machine(seed + program), program, programs))
+            kernel["attention_backward"](
+                *(Descriptor(*x) for x in zip(tensors, plan.blocks, dtypes, strict=True)),
+                *map(Pointer, (turns, counter)),
+                *map(Scalar, plan.sizes),
+                kernel["Scales"](*plan.scales),
+                kernel["BackwardMode"](*mode),
+            )
+        if counter[0] != 0:
+            raise FaultError(f"the tile counter is left at {counter[0]}")
+        dq = finish(problem, plan, sums)
+        return Gradients(*(torch.from_numpy(x).to(problem.dtype) for x in (dq, dk, dv)))
+
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
         def load(wanted: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:
             if wanted in modules:
@@ -507,3 +575,32 @@ class Kernel:
         namespace["__name__"] = f"simulated.{name}"
         exec(compile(self.sources[name], f"{name}.py", "exec"), namespace)
         return namespace
+
+
+def prepare(
+    problem: Problem, plan: BackwardPlan, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray]:
+    """What prepare_kernel makes: statistics, and the sums of dQ at 0."""
+    p, rows = problem, plan.blocks_m * plan.tile.block_m
+    heads = p.batch * p.num_heads
+    lse, delta = torch.full((heads, rows), float("inf")), torch.zeros(heads, rows)
+    of_rows = forward.lse.float().flatten(0, 1)
+    lse[:, : p.seqlen_q] = of_rows.masked_fill(of_rows == float("-inf"), float("inf"))
+    product = (forward.out.float() * dout.float()).sum(-1).transpose(1, 2)
+    delta[:, : p.seqlen_q] = (product - dlse).flatten(0, 1)
+    units = zip((lse, delta), plan.units, strict=True)
+    blocks = [(x * unit).view(heads, plan.blocks_m, plan.tile.block_m) for x, unit in units]
+    sums = np.zeros((heads * rows * plan.tile.block_dim // 32, 32), np.float32)
+    return torch.cat(blocks, -1).flatten().numpy(), sums
+
+
+def finish(problem: Problem, plan: BackwardPlan, sums: np.ndarray) -> np.ndarray:
+    """What finish_kernel makes of the sums, before it rounds."""
+    p, tile = problem, plan.tile
+    columns = min(64, tile.block_m * tile.block_dim // 128)
+    parts = sums.reshape(-1, tile.block_m * tile.block_dim // (64 * columns), columns // 8, 4, 8, 4, 2, 2)
+    parts = parts.transpose(0, 1, 3, 6, 4, 2, 5, 7).reshape(*parts.shape[:2], 64, columns)
+    if tile.block_m == 64:
+        parts = parts.transpose(0, 2, 1, 3)
+    dq = parts.reshape(p.batch, p.num_heads, -1, tile.block_dim)[:, :, : p.seqlen_q, : p.head_dim]
+    return np.ascontiguousarray(dq.transpose(0, 2, 1, 3)) * np.float32(p.scale)

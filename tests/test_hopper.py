@@ -9,6 +9,7 @@ from tileattn.backends import hopper
 from tileattn.problem import Problem
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
+from tileattn.backends.hopper.backward_launch import backward_plan_for, backward_tile_for
 from tileattn.backends.hopper.launch import _descriptor, pack_for, plan_for, tile_for
 
 PLAIN = Problem(
@@ -74,8 +75,12 @@ def test_heads_share_a_tile_where_that_fills_it(seqlen_q, heads, pack):
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_it_has_no_backward():
-    assert hopper.supports(PLAIN, "backward") == "has no backward"
+def test_its_backward_serves_what_its_forward_does_but_alibi():
+    assert hopper.supports(PLAIN, "backward") is None
+    for refused in REFUSED.values():
+        assert hopper.supports(dataclasses.replace(PLAIN, **refused), "backward")
+    assert hopper.supports(dataclasses.replace(PLAIN, has_alibi=True)) is None
+    assert hopper.supports(dataclasses.replace(PLAIN, has_alibi=True), "backward") == "has no backward through ALiBi"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,17 @@ def test_it_has_no_backward():
 def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
     tile = tile_for(dataclasses.replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1]))
     assert (tile.block_dim, tile.block_dim_v) == block_dims
+
+
+@pytest.mark.parametrize(
+    ("dims", "block_dims"),
+    [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((192, 128), (256, 128)), ((128, 192), (256, 256))],
+)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_backward_tiles_hold_the_head_dims_and_softcap_needs_one_that_is_not_primed(dims, block_dims, softcap):
+    tile = backward_tile_for(dataclasses.replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1], softcap=softcap))
+    assert (tile.block_dim, tile.block_dim_v) == block_dims
+    assert not (tile.primed and softcap)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +118,23 @@ def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
 )
 def test_how_many_blocks_the_diagonal_crosses(changes, masked):
     assert plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), **changes)).mode.MASKED.value == masked
+
+
+@pytest.mark.parametrize(
+    ("changes", "masked"),
+    [
+        ({}, 0),
+        ({"window_right": 0}, 2),
+        ({"window_right": 0, "seqlen_k": 300}, 3),
+        ({"window_right": 0, "head_dim": 64, "head_dim_v": 64}, 1),
+        ({"window_right": 0, "head_dim": 64, "head_dim_v": 64, "seqlen_k": 300}, 2),
+        ({"window_right": 0, "head_dim": 256}, 1),
+        ({"window_right": 0, "window_left": 100}, 0),
+    ],
+)
+def test_how_many_blocks_of_queries_the_diagonal_crosses(changes, masked):
+    plan = backward_plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), **changes))
+    assert plan.mode.MASKED.value == masked
 
 
 def test_a_window_of_any_width_fits_a_32_bit_argument():

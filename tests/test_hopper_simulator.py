@@ -93,7 +93,7 @@ FAULTS = {
     "O is read while in flight": ("forward", "    o = warpgroup_mma_wait(0, deps=(o_token,))\n", "    o = o_token\n"),
     "the output buffer is overwritten": ("forward", "    store_wait(0)  #", "    #"),
     "a turn is not passed on": ("forward", "    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n", ""),
-    "too few bytes are expected": ("pipeline", "* self.ROW_PARTS * self.COLUMN_PARTS)", ")"),
+    "too few bytes are expected": ("pipeline", "* self.ROW_PARTS * self.COLUMN_PARTS + MORE)", ")"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)\n", ""),
 }
 

@@ -1,17 +1,17 @@
-"""Forward attention on Hopper GPUs (sm_90a), in Gluon: TMA, asynchronous wgmma and specialised warps.
+"""Attention on Hopper GPUs (sm_90a), in Gluon: TMA, asynchronous wgmma and specialised warps.
 
-It serves what the fast kernel was written for and says what it does not; another backend serves that, and backward.
+It serves what the fast kernels were written for and says what it does not; another backend serves that.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from tileattn.backends import Direction, Tiles
-from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
+from tileattn.problem import Problem
 
 try:
+    from tileattn.backends.hopper.backward_launch import BACKWARD_TILES, backward, backward_tile_for
     from tileattn.backends.hopper.launch import TILES, forward, pack_for, tile_for
 except ImportError as error:  # no Triton, or one without what gluon_names.py names
     _import_error: str | None = str(error)
@@ -25,8 +25,6 @@ MIN_ROWS = 64  # of a tile, below which it stands empty
 
 def supports(problem: Problem, direction: Direction = "forward") -> str | None:
     p = problem
-    if direction == "backward":
-        return "has no backward"
     if not _is_hopper(p.device):
         return "needs a Hopper GPU (H100, H200)"
     if _import_error is not None:
@@ -45,7 +43,17 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
         return "has nothing to do: no keys, or no sequences"
     if p.scale <= 0.0:
         return f"scale {p.scale} is not positive"
-    return _modifiers(p)
+    return _modifiers(p) or (_backward(p) if direction == "backward" else None)
+
+
+def _backward(p: Problem) -> str | None:
+    if p.varlen:
+        return "has no backward of packed sequences"
+    if p.has_alibi:
+        return "has no backward through ALiBi"
+    if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in BACKWARD_TILES):
+        return f"head_dim {p.head_dim}/{p.head_dim_v} is above what its backward holds in registers"
+    return f"seqlen_q {p.seqlen_q} is below {MIN_ROWS}: its tiles would stand empty" if p.seqlen_q < MIN_ROWS else None
 
 
 def _modifiers(p: Problem) -> str | None:
@@ -70,16 +78,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
+    if direction == "backward":
+        of_keys = backward_tile_for(problem)
+        return Tiles(of_keys.block_m, of_keys.block_n, "two warpgroups, 2 blocks of queries in flight")
     tile = tile_for(problem)
     return Tiles(tile.rows, tile.block_n, f"two warpgroups of 64 rows, {tile.stages} tiles in flight")
-
-
-def backward(
-    problem: Problem,
-    inputs: Inputs,
-    forward: Forward,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    raise NotImplementedError("the Hopper backend has no backward")

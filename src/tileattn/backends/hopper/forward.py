@@ -309,7 +309,7 @@ def attention_forward(
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
-    queue = make_queue(q_desc, Q_EMPTIED, mode)
+    queue = make_queue(make_ring(q_desc, mode.SLOTS, 2, mode.COLUMN_PARTS, Q_EMPTIED), mode)
     keys = make_ring(k_desc, mode.STAGES, 1, mode.COLUMN_PARTS, K_EMPTIED)
     values = make_ring(v_desc, mode.STAGES, 1, 1, V_EMPTIED)
     o_shape: gl.constexpr = [2] + o_desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)

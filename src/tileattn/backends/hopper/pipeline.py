@@ -1,25 +1,30 @@
 """Rings: blocks of shared memory that one warp fills through TMA and two warpgroups read, each in its turn.
 
 Fill number i of a ring goes to block i % STAGES. Its bytes' landing is told by that block's mbarrier, whose phase turns
-with every fill; that both readers are done with it, by a named barrier. (A Gluon arrival at an mbarrier stops all the
+with every fill; that all readers are done with it, by a named barrier. (A Gluon arrival at an mbarrier stops all the
 warps of its partition; an arrival at a named barrier stops none.)
+
+An Outbox goes the other way: one block that a warpgroup fills and one warp carries to global memory.
 """
 # ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileattn.backends.hopper.gluon_names import aggregate, mbarrier, tma_load
+from tileattn.backends.hopper.gluon_names import aggregate, fence_async_shared, mbarrier, store_wait, tma_load
 from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync
 from tileattn.backends.hopper.schedule import Work, coordinates
 
-READERS = gl.constexpr(2)
-PARTIES = gl.constexpr(32 + 128 * 2)  # threads that meet at a named barrier: the filling warp and both warpgroups
+WARP = gl.constexpr(32)
+WARPGROUPS = gl.constexpr(2 * 128)  # the threads of both
 
 
 @aggregate
 class Ring:
-    """blocks: those of a descriptor, ROW_PARTS * COLUMN_PARTS for each of STAGES fills, column by column."""
+    """blocks: those of a descriptor, ROW_PARTS * COLUMN_PARTS for each of STAGES fills, column by column.
+
+    READERS: threads that read, all of whom release.
+    """
 
     blocks: gl.shared_memory_descriptor
     landed: gl.shared_memory_descriptor
@@ -27,15 +32,17 @@ class Ring:
     ROW_PARTS: gl.constexpr
     COLUMN_PARTS: gl.constexpr
     EMPTIED: gl.constexpr
+    READERS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED):
+    def __init__(self, blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED, READERS):
         self.blocks = blocks
         self.landed = landed
         self.STAGES = gl.constexpr(STAGES)
         self.ROW_PARTS = gl.constexpr(ROW_PARTS)
         self.COLUMN_PARTS = gl.constexpr(COLUMN_PARTS)
         self.EMPTIED = gl.constexpr(EMPTIED)
+        self.READERS = gl.constexpr(READERS)
 
     @gluon.jit
     def _part(self, i, row_part, column_part):
@@ -45,15 +52,18 @@ class Ring:
     def acquire(self, i):
         """Filling warp: wait until block i % STAGES may be overwritten."""
         if i >= self.STAGES:
-            barrier_sync(self.EMPTIED + i % self.STAGES, PARTIES)
+            barrier_sync(self.EMPTIED + i % self.STAGES, WARP + self.READERS)
 
     @gluon.jit
-    def fill(self, i, desc, batch, first, row, length, head, mode):
-        """Filling warp: start to load fill i, from `row` on of the sequence that has `length` rows."""
+    def fill(self, i, desc, batch, first, row, length, head, mode, MORE: gl.constexpr = 0):
+        """Filling warp: start to load fill i, from `row` on of the sequence that has `length` rows.
+
+        MORE: bytes that the caller loads onto the same mbarrier.
+        """
         ROWS: gl.constexpr = desc.block_type.shape[-3]
         COLUMNS: gl.constexpr = desc.block_type.shape[-1]
         landed = self.landed.index(i % self.STAGES)
-        mbarrier.expect(landed, desc.block_type.nbytes * self.ROW_PARTS * self.COLUMN_PARTS)
+        mbarrier.expect(landed, desc.block_type.nbytes * self.ROW_PARTS * self.COLUMN_PARTS + MORE)
         for r in gl.static_range(self.ROW_PARTS):
             for c in gl.static_range(self.COLUMN_PARTS):
                 at = coordinates(batch, first, row + r * ROWS, length, head, c * COLUMNS, ROWS, mode)
@@ -79,7 +89,7 @@ class Ring:
     @gluon.jit
     def release(self, i, pred=True):
         """Reader: done with fill i."""
-        barrier_arrive(self.EMPTIED + i % self.STAGES, PARTIES, pred)
+        barrier_arrive(self.EMPTIED + i % self.STAGES, WARP + self.READERS, pred)
 
 
 @aggregate
@@ -106,15 +116,20 @@ class Queue:
 
     @gluon.jit
     def _get(self, i, FIELD: gl.constexpr):
-        one_warpgroup: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        return gl.max(self.facts.index(i % self.queries.STAGES * self.FACTS + FIELD).load(one_warpgroup), 0)
+        same_in_all: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.facts.index(i % self.queries.STAGES * self.FACTS + FIELD).load(same_in_all), 0)
+
+    @gluon.jit
+    def post(self, i, work):
+        """Filling warp: the Work of entry i, whose fill of the ring comes next."""
+        self.queries.acquire(i)
+        for field in gl.static_range(self.FACTS):
+            self._put(i, field, work[field])
 
     @gluon.jit
     def send(self, i, work, q_desc, mode):
         """Filling warp: entry i."""
-        self.queries.acquire(i)
-        for field in gl.static_range(self.FACTS):
-            self._put(i, field, work[field])
+        self.post(i, work)
         self.queries.fill(i, q_desc, work.batch, work.first_q, work.row, work.seqlen_q, work.head, mode)
 
     @gluon.jit
@@ -137,20 +152,71 @@ class Queue:
                         grid.seqlen_q, grid.seqlen_k, 0, 0)  # fmt: skip
 
 
+@aggregate
+class Outbox:
+    """Payload number i on its way from a warpgroup to global memory, carried by a warp of its own."""
+
+    block: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
+    FILLED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, block, taken, FILLED):
+        self.block = block
+        self.taken = taken
+        self.FILLED = gl.constexpr(FILLED)
+
+    @gluon.jit
+    def wait(self, i):
+        """Warpgroup: wait until the payload before has left the block."""
+        mbarrier.wait(self.taken.index(0), (i & 1) ^ 1)
+
+    @gluon.jit
+    def send(self):
+        """Warpgroup: the block is filled."""
+        fence_async_shared()
+        barrier_arrive(self.FILLED, WARP + 128)
+
+    @gluon.jit
+    def receive(self):
+        """Carrier: wait for a payload."""
+        barrier_sync(self.FILLED, WARP + 128)
+
+    @gluon.jit
+    def release(self):
+        """Carrier: the payload, stored through TMA, has been read."""
+        store_wait(0)
+        mbarrier.arrive(self.taken.index(0), count=1)
+
+
 @gluon.jit
-def make_queue(q_desc, EMPTIED: gl.constexpr, mode):
+def make_queue(ring, mode):
     FACTS: gl.constexpr = 9 if mode.VARLEN else 5
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    facts = gl.allocate_shared_memory(gl.int32, [mode.SLOTS * FACTS, 1], layout)
-    return Queue(facts, make_ring(q_desc, mode.SLOTS, 2, mode.COLUMN_PARTS, EMPTIED), FACTS)
+    return Queue(gl.allocate_shared_memory(gl.int32, [ring.STAGES * FACTS, 1], layout), ring, FACTS)
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, ROW_PARTS: gl.constexpr, COLUMN_PARTS: gl.constexpr, EMPTIED: gl.constexpr):
+def make_ring(
+    desc,
+    STAGES: gl.constexpr,
+    ROW_PARTS: gl.constexpr,
+    COLUMN_PARTS: gl.constexpr,
+    EMPTIED: gl.constexpr,
+    READERS: gl.constexpr = WARPGROUPS,
+):
     parts: gl.constexpr = ROW_PARTS * COLUMN_PARTS
     shape: gl.constexpr = [STAGES * parts] + desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)
     blocks = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(landed.index(s), count=1)
-    return Ring(blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED)
+    return Ring(blocks, landed, STAGES, ROW_PARTS, COLUMN_PARTS, EMPTIED, READERS)
+
+
+@gluon.jit
+def make_outbox(desc, FILLED: gl.constexpr):
+    block = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+    taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(taken.index(0), count=1)
+    return Outbox(block, taken, FILLED)

@@ -109,3 +109,37 @@ def narrow(x, dtype: gl.constexpr):
 @gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def wait_for_turn(turn_ptr, turn):
+    """Wait until the number in global memory is `turn`; what was added through TMA before it became so is there."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.b32 v, [$1]; setp.ne.s32 p, v, $2; @p bra again; "
+        "fence.proxy.async; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [turn_ptr.to(gl.int64), turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(turn_ptr, turn):
+    """Wait until all that this warp stored or added through TMA is in global memory, then set the number to `turn`."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "st.release.gpu.global.b32 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [turn_ptr.to(gl.int64), turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def opaque(x):
+    """x, of which the compiler knows nothing more than when it is computed."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -221,3 +221,87 @@ def counter_for(device: torch.device, stream: int) -> Tensor:
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]
+
+
+class KeyGrid(NamedTuple):
+    """Sizes of a backward call, whose tiles are blocks of keys. Row r sees columns from r + left to below r + right."""
+
+    num_heads: Any
+    group: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    left: Any
+    right: Any
+    section: Any  # heads of keys that are worked on together
+    all_heads: Any  # of keys, of all batches
+    blocks_m: Any  # blocks of queries of a head
+    blocks_n: Any
+    num_tiles: Any
+
+
+@gluon.jit
+def grid_of_keys(q_desc, k_desc, left, right, section, mode):
+    num_heads = q_desc.shape[2]
+    all_heads = q_desc.shape[0] * k_desc.shape[2]
+    blocks_m = gl.maximum((q_desc.shape[1] + mode.BLOCK_M - 1) // mode.BLOCK_M, mode.MASKED)
+    blocks_n = (k_desc.shape[1] + mode.BLOCK_N - 1) // mode.BLOCK_N
+    return KeyGrid(
+        num_heads,
+        num_heads // k_desc.shape[2],
+        q_desc.shape[1],
+        k_desc.shape[1],
+        left,
+        right,
+        section,
+        all_heads,
+        blocks_m,
+        blocks_n,
+        all_heads * blocks_n,
+    )
+
+
+@gluon.jit
+def locate_keys(tile, grid, mode):
+    """The Work that a tile's number stands for: its keys begin at `row`, its blocks of queries are those below `end`.
+
+    There are MASKED blocks at least, and one, be they all hidden. The longest causal tiles come first.
+    """
+    per_section = grid.section * grid.blocks_n
+    first_head = tile // per_section * grid.section
+    heads = gl.minimum(grid.section, grid.all_heads - first_head)
+    within = tile % per_section
+    head = first_head + within % heads
+    column = within // heads * mode.BLOCK_N
+    least = gl.maximum(mode.MASKED, 1)
+    first = column * 0
+    end = grid.blocks_m
+    if mode.CAUSAL:
+        first = gl.minimum(gl.maximum(column - grid.right + 1, 0) // mode.BLOCK_M, end - least)
+    if mode.LEFT:
+        rows = gl.maximum(column + mode.BLOCK_N - grid.left, 0)
+        end = gl.minimum(gl.maximum((rows + mode.BLOCK_M - 1) // mode.BLOCK_M, first + least), end)
+    heads_k = grid.num_heads // grid.group
+    return Work(head // heads_k, head % heads_k, column, end, end - first, grid.seqlen_q, grid.seqlen_k, 0, 0)
+
+
+@gluon.jit
+def draw_tile(counter_ptr, num_tiles):
+    """The next tile of this program, its first one too; the launch's last call sets the counter back to 0.
+
+    So a tile is handed out only after all that come before it, to programs that run: it may wait for them, also where
+    another kernel keeps some of this launch's programs from starting. A launch makes a call for each tile and one in
+    vain for each program.
+    """
+    taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl.num_programs(0) - 1)
+    return taken
+
+
+@gluon.jit
+def turn_of(block, work, grid, mode):
+    """How many key blocks before this one add to a block of queries. Those are tiles with lower numbers."""
+    turn = work.row // mode.BLOCK_N
+    if mode.LEFT:  # keys far left are hidden from all but the first block, where those come that no row sees
+        first = gl.maximum(block * mode.BLOCK_M + grid.left, 0) // mode.BLOCK_N
+        turn -= gl.where(block == 0, 0, first)
+    return turn

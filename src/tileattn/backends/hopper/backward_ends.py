@@ -1,0 +1,90 @@
+"""What comes before and after the backward kernel, a block of queries a program: statistics, and dQ to its dtype."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _locate(num_heads, blocks_m):
+    """Heads of a block of rows are neighbours in memory, so programs that run at once take those."""
+    pid = tl.program_id(0)
+    return pid // num_heads // blocks_m, pid % num_heads, pid // num_heads % blocks_m
+
+
+@triton.jit
+def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
+    start = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return (start + rows.to(tl.int64) * row_stride)[:, None] + columns[None, :]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "dout_batch",
+        "dout_row",
+        "dout_head",
+        "seqlen_q",
+        "num_heads",
+        "blocks_m",
+        "lse_unit",
+        "delta_unit",
+    ]
+)
+def prepare_kernel(
+    out_ptr, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, turns_ptr,
+    seqlen_q, num_heads, blocks_m, lse_unit, delta_unit,
+    DIM_V: tl.constexpr, BLOCK_DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """lse and delta = rowsum(dout * out) - dlse of a block, in the kernel's units; its dQ, and its turns, set to 0.
+
+    Rows that see nothing, and those past the end, get an lse of infinity: their probabilities are 0. Strides of dout
+    count eight elements.
+    """
+    batch, head, block = _locate(num_heads, blocks_m)
+    offs_m = tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + offs_m
+    columns = tl.arange(0, BLOCK_DIM_V)
+    inside = rows < seqlen_q
+    mask = inside[:, None] & (columns < DIM_V)[None, :]
+    row_stride = num_heads * DIM_V
+    offsets = _offsets(row_stride.to(tl.int64) * seqlen_q, row_stride, DIM_V, batch, head, rows, columns)
+    out = tl.load(out_ptr + offsets, mask, 0.0)
+    offsets = _offsets(dout_batch.to(tl.int64) * 8, dout_row * 8, dout_head * 8, batch, head, rows, columns)
+    dout = tl.load(dout_ptr + offsets, mask, 0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    pair = (batch * num_heads + head).to(tl.int64)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + pair * seqlen_q + rows, inside, 0.0)
+    lse = tl.load(lse_ptr + pair * seqlen_q + rows, inside, float("-inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    place = pair * blocks_m + block
+    tl.store(statistics_ptr + place * (2 * BLOCK_M) + offs_m, lse * lse_unit)
+    tl.store(statistics_ptr + place * (2 * BLOCK_M) + BLOCK_M + offs_m, delta * delta_unit)
+    tl.store(dq_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM), 0.0)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + place * 2 + tl.arange(0, 2), 0)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "num_heads", "blocks_m"])
+def finish_kernel(
+    sums_ptr, dq_ptr, seqlen_q, num_heads, blocks_m, scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A block of dQ, from the order of backward.send_dq to rows, scaled and rounded."""
+    batch, head, block = _locate(num_heads, blocks_m)
+    place = (batch * num_heads + head).to(tl.int64) * blocks_m + block
+    N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a payload
+    sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))
+    sums = sums.reshape([BLOCK_M * BLOCK_DIM // (64 * N), N // 8, 4, 8, 4, 2, 2])
+    if BLOCK_M == 128:  # halves of rows
+        sums = sums.permute((0, 2, 5, 3, 1, 4, 6))
+    else:
+        sums = sums.permute((2, 5, 3, 0, 1, 4, 6))
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_DIM)
+    mask = (rows < seqlen_q)[:, None] & (columns < DIM)[None, :]
+    row_stride = num_heads * DIM
+    offsets = _offsets(row_stride.to(tl.int64) * seqlen_q, row_stride, DIM, batch, head, rows, columns)
+    dq = (sums.reshape([BLOCK_M, BLOCK_DIM]) * scale).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + offsets, dq, mask)

@@ -1,0 +1,61 @@
+"""What Triton and the assembler make of the Hopper backward kernel, on any machine."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
+from hopper_compiling import call_of, compile_backward
+
+from tileattn.backends.hopper.backward_launch import FIRST_BARRIER
+
+# head_dim, seqlen_k, options; steps that are compiled; bytes that may be spilled (outside loops, but with a window)
+KERNELS = {
+    "64_full": (64, 256, {}, 1, 0),
+    "64_causal": (64, 256, {"causal": True}, 2, 16),
+    "128_full": (128, 256, {}, 1, 0),
+    "128_tail": (128, 300, {}, 1, 0),
+    "128_causal": (128, 256, {"causal": True}, 3, 0),
+    "128_unaligned": (128, 300, {"causal": True}, 4, 48),
+    "128_window": (128, 256, {"window": (100, 30)}, 1, 112),
+    "256_full": (256, 256, {}, 1, 96),
+    "256_causal": (256, 256, {"causal": True}, 2, 320),
+    "128_deterministic": (128, 256, {"causal": True, "deterministic": True}, 3, 0),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_stay_asynchronous_and_registers_suffice(name):
+    head_dim, seqlen_k, options, steps, spills = KERNELS[name]
+    found = compile_backward(*call_of(256, seqlen_k, head_dim, head_dim, torch.bfloat16, **options))
+    serialised = [line for line in found.warnings if re.search("C75(10|11|14)", line)]
+    assert serialised == []
+    # k16 steps of wgmma in both warpgroups, and waits: for S, dP, dV, dQ (two where the warpgroups share keys) and dK;
+    # the assembler may wait for S once more where the products are primed.
+    products, waits = (96, 12) if head_dim > 128 else (64, 10)
+    assert found.count("HGMMA") == products * steps
+    assert waits * steps <= sum("WARPGROUP.DEPBAR" in line for line in found.code) <= (waits + 1) * steps
+    assert found.spills <= spills
+    assert found.shared <= 227 * 1024
+
+
+def test_softcap_fits_at_head_dim_64():
+    found = compile_backward(*call_of(256, 256, 64, 64, torch.bfloat16, softcap=3.0))
+    assert found.spills == 0
+
+
+def test_named_barriers_of_triton_and_ours_are_apart():
+    ptx = compile_backward(*call_of(256, 256, 128, 128, torch.bfloat16)).ptx
+    theirs = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL)
+    used = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)", theirs)}
+    assert used
+    assert max(used) < FIRST_BARRIER
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_one_kernel_serves_all_sizes(options):
+    """Sizes of 1, and those divisible by 16, are what Triton would specialise on."""
+    sizes = ((128, 128), (256, 384), (1024, 1024))
+    kernels = {compile_backward(*call_of(*lengths, 128, 128, torch.bfloat16, **options)).ptx for lengths in sizes}
+    assert len(kernels) == 1

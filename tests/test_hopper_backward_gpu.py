@@ -1,0 +1,136 @@
+"""The Hopper backward against the oracle, on a Hopper GPU: pytest -m gpu tests/test_hopper_backward_gpu.py"""
+
+import dataclasses
+
+import pytest
+import torch
+from oracle import Case, build, check, check_call
+
+from tileattn.backends import hopper
+from tileattn.problem import Wanted
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not hopper._is_hopper(torch.device("cuda", 0)), reason="needs a Hopper GPU"),
+]
+
+CASES = {
+    "one_tile": {"seqlen_q": 128, "seqlen_k": 128},
+    "full": {"seqlen_q": 512, "seqlen_k": 512},
+    "many_tiles": {"batch": 3, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 16, "num_heads_k": 16},
+    "causal": {"seqlen_q": 512, "seqlen_k": 512, "causal": True},
+    "causal_many": {"batch": 3, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 16, "num_heads_k": 16, "causal": True},
+    "tails": {"seqlen_q": 333, "seqlen_k": 257},
+    "causal_tails": {"seqlen_q": 333, "seqlen_k": 333, "causal": True},
+    "more_keys": {"seqlen_q": 200, "seqlen_k": 777, "causal": True},
+    "more_queries": {"seqlen_q": 777, "seqlen_k": 200, "causal": True},
+    "few_queries": {"seqlen_q": 64, "seqlen_k": 523, "causal": True},
+    "one_key": {"seqlen_q": 64, "seqlen_k": 1},
+    "gqa": {"seqlen_q": 300, "seqlen_k": 400, "num_heads": 6, "num_heads_k": 2, "causal": True},
+    "gqa_many": {
+        "batch": 4, "seqlen_q": 333, "seqlen_k": 300, "num_heads": 24, "num_heads_k": 12, "causal": True,
+    },
+    "mqa": {"seqlen_q": 300, "seqlen_k": 400, "num_heads": 5, "num_heads_k": 1},
+    "bhsd": {"seqlen_q": 300, "seqlen_k": 300, "layout": "bhsd", "causal": True},
+    "sliced": {"seqlen_q": 300, "seqlen_k": 300, "layout": "sliced"},
+    "scale": {"seqlen_q": 256, "seqlen_k": 256, "scale": 0.31},
+    "sharp": {"seqlen_q": 1000, "seqlen_k": 1000, "magnitude": 30.0, "causal": True},
+    "sharp_full": {"seqlen_q": 1024, "seqlen_k": 1024, "magnitude": 30.0},
+    "window": {"seqlen_q": 333, "seqlen_k": 400, "window": (100, 30)},
+    "right_window": {"seqlen_q": 300, "seqlen_k": 300, "window": (-1, 70)},
+    "causal_window": {"seqlen_q": 600, "seqlen_k": 600, "causal": True, "window": (200, -1)},
+    "window_far_left": {"seqlen_q": 64, "seqlen_k": 523, "window": (20, 0)},
+    "softcap": {"seqlen_q": 333, "seqlen_k": 400, "softcap": 3.0, "causal": True},
+    "sink": {"seqlen_q": 333, "seqlen_k": 400, "sink": True, "causal": True},
+    "everything": {
+        "seqlen_q": 333, "seqlen_k": 400, "causal": True, "window": (150, -1), "softcap": 5.0, "sink": True,
+        "num_heads": 4,
+    },
+}  # fmt: skip
+BF16, FP16 = torch.bfloat16, torch.float16
+KINDS = (
+    *((dims, BF16) for dims in ((64, 64), (128, 128), (40, 56), (96, 96), (192, 128), (256, 256))),
+    *((dims, FP16) for dims in ((64, 64), (128, 128))),
+)
+
+
+def served(case: Case):
+    call = build(case, "cuda")
+    assert hopper.supports(call.problem, "backward") is None
+    return call
+
+
+@pytest.mark.parametrize(("dims", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_rule(name, dims, dtype):
+    case = Case(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype).but(**CASES[name])
+    check_call(hopper, served(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["many_tiles", "causal_many", "more_keys", "gqa_many", "causal_window", "few_queries"])
+def test_deterministic_calls_repeat_bit_for_bit(name, head_dim):
+    call = served(Case(head_dim=head_dim, head_dim_v=head_dim, dtype=BF16).but(**CASES[name]))
+    call = call._replace(problem=dataclasses.replace(call.problem, deterministic=True))
+    check_call(hopper, call)
+    forward = hopper.forward(call.problem, call.inputs)
+    run = lambda: hopper.backward(call.problem, call.inputs, forward, call.dout, call.dlse, Wanted())  # noqa: E731
+    first = run()
+    for _ in range(250):
+        assert all(map(torch.equal, run()[:3], first[:3]))
+
+
+@pytest.mark.parametrize("missing", ["dout", "dlse"])
+def test_a_missing_gradient_stands_for_zeros(missing):
+    call = served(Case(seqlen_q=300, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=BF16))
+    zeros = call._replace(**{missing: torch.zeros_like(getattr(call, missing))})
+    forward = hopper.forward(call.problem, call.inputs)
+    problem = dataclasses.replace(call.problem, deterministic=True)
+    found = hopper.backward(problem, call.inputs, forward, *call._replace(**{missing: None})[2:], Wanted())
+    expected = hopper.backward(problem, call.inputs, forward, *zeros[2:], Wanted())
+    assert all(map(torch.equal, found[:3], expected[:3]))
+
+
+def test_gradients_of_portable_and_hopper_are_of_one_forward():
+    """Inputs and a dout that TMA cannot address, and only what is wanted."""
+    call = served(Case(seqlen_q=300, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=BF16, causal=True))
+    odd = torch.empty(call.dout.numel() + 1, device="cuda", dtype=BF16)[1:].view(call.dout.shape)
+    odd.copy_(call.dout)
+    expanded = call.inputs._replace(v=call.inputs.v[:, :, :1].expand(-1, -1, 2, -1))
+    found = check_call(hopper, call._replace(inputs=expanded, dout=odd))
+    forward = hopper.forward(call.problem, expanded)
+    only = hopper.backward(call.problem, expanded, forward, odd, call.dlse, Wanted(q=False, v=False))
+    assert only.dq is None
+    assert only.dv is None
+    assert torch.equal(only.dk, found["dk"])
+
+
+def test_a_captured_graph_replays():
+    call = served(Case(seqlen_q=512, seqlen_k=512, head_dim=128, head_dim_v=128, dtype=FP16))
+    problem = dataclasses.replace(call.problem, deterministic=True)
+    forward = hopper.forward(problem, call.inputs)
+    run = lambda: hopper.backward(problem, call.inputs, forward, call.dout, call.dlse, Wanted())  # noqa: E731
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        for x in captured[:3]:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured[:3], expected[:3]))
+
+
+def test_the_public_call_goes_through_it():
+    from tileattn import attention
+
+    case = Case(seqlen_q=300, seqlen_k=300, head_dim=128, head_dim_v=128, dtype=BF16, causal=True)
+    call = served(case)
+    found = check(hopper, case, "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in call.inputs[:3])
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (call.dout, call.dlse))
+    assert torch.equal(dk, found["dk"])
+    assert torch.equal(dv, found["dv"])
+    assert torch.allclose(dq.float(), found["dq"].float(), atol=1e-2)

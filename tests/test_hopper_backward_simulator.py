@@ -1,0 +1,167 @@
+"""The Hopper backward kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
+
+import dataclasses
+import random
+import types
+
+import pytest
+import torch
+from oracle import Call, Case, assert_rule, build, run_reference
+
+pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
+from hopper_simulator import FaultError, Kernel, Machine, Scalar, _triton
+
+from tileattn.backends.hopper.backward_launch import backward_mode_of, backward_plan_for
+from tileattn.problem import Forward, Problem
+from tileattn.reference import standard_attention
+
+SMALL = Case(
+    batch=1, seqlen_q=200, seqlen_k=300, num_heads=2, num_heads_k=2, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
+)
+CASES = {
+    "full": {"seqlen_q": 256, "seqlen_k": 384},
+    "tails": {},
+    "one_key": {"seqlen_k": 1},
+    "causal": {"causal": True, "seqlen_q": 384, "seqlen_k": 384, "batch": 2},
+    "causal_tails": {"causal": True, "seqlen_q": 333, "seqlen_k": 333},
+    "more_keys": {"causal": True, "seqlen_k": 523},
+    "more_queries": {"causal": True, "seqlen_q": 400, "seqlen_k": 70},
+    "few_queries": {"causal": True, "seqlen_q": 64, "seqlen_k": 300},
+    "gqa": {"num_heads": 6, "causal": True},
+    "mqa": {"num_heads": 3, "num_heads_k": 1},
+    "head_dim_40_56": {"head_dim": 40, "head_dim_v": 56},
+    "head_dim_72_128": {"head_dim": 72, "head_dim_v": 128},
+    "head_dim_128": {"head_dim": 128, "head_dim_v": 128},
+    "head_dim_128_causal": {"head_dim": 128, "head_dim_v": 128, "causal": True, "seqlen_q": 300},
+    "head_dim_128_unaligned": {"head_dim": 128, "head_dim_v": 128, "causal": True, "seqlen_q": 64, "seqlen_k": 333},
+    "head_dim_256": {"head_dim": 256, "head_dim_v": 256},
+    "head_dim_256_causal": {"head_dim": 256, "head_dim_v": 256, "causal": True, "seqlen_q": 300},
+    "head_dim_192_128": {"head_dim": 192, "head_dim_v": 128, "causal": True, "num_heads_k": 1},
+    "float16": {"dtype": torch.float16, "causal": True},
+    "right_window": {"window": (-1, 50)},
+    "window": {"window": (100, 30)},
+    "window_far_left": {"window": (20, 0), "seqlen_q": 64, "seqlen_k": 523},
+    "causal_window": {"causal": True, "window": (130, -1), "seqlen_k": 400},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "sharp": {"magnitude": 30.0, "causal": True},
+}
+
+
+def differentiate(kernel: Kernel, call: Call, **options) -> dict[str, torch.Tensor]:
+    problem, inputs, dout, dlse = call
+    exact = standard_attention(problem, inputs, torch.float64)
+    forward = Forward(exact.out.to(problem.dtype), exact.lse.float())
+    gradients = kernel.backward(problem, inputs, forward, dout, dlse, **options)
+    return {name: x for name, x in gradients._asdict().items() if x is not None}
+
+
+def expect_rule(kernel: Kernel, call: Call, **options) -> None:
+    exact, low = run_reference(call, torch.float64), run_reference(call, None)
+    for name, x in differentiate(kernel, call, **options).items():
+        assert_rule(name, x, exact[name], low[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_rule(name):
+    expect_rule(Kernel(), build(SMALL.but(**CASES[name])))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["head_dim_256_causal", "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window"],
+)
+def test_deterministic_tiles_take_their_turns(name):
+    """The first program takes all tiles in order, so a turn that waits for a later tile is a deadlock."""
+    call = build(SMALL.but(**CASES[name]))
+    problem = dataclasses.replace(call.problem, deterministic=True)
+    expect_rule(Kernel(), call._replace(problem=problem))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
+    """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile."""
+    draw = random.Random(seed)
+    seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
+    window = draw.choice([-1, 0, 30, 300]), draw.choice([-1, 0, 30, 300])
+    head_dim = draw.choice([64, 128, 256])
+    q, k = (torch.empty(1, n, 1, head_dim, dtype=torch.bfloat16, device="meta") for n in (seqlen_q, seqlen_k))
+    problem, _ = Problem.of(q, k, k, window=window)
+    plan, mode = backward_plan_for(problem), backward_mode_of(problem)
+    schedule = types.SimpleNamespace(**Kernel()._load("schedule", _triton(Machine(0), 0, 1)))
+    shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
+    grid = schedule.grid_of_keys(*shapes, *map(Scalar, plan.sizes), mode)
+    assert grid.blocks_m == plan.blocks_m
+    added = dict.fromkeys(range(grid.blocks_m), 0)
+    rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    hidden = ~((columns >= rows + grid.left) | (problem.window_left < 0))
+    hidden |= ~((columns < rows + grid.right) | (problem.window_right < 0))
+    for number in range(grid.num_tiles):
+        work = schedule.locate_keys(Scalar(number), grid, mode)
+        hidden[
+            (work.end - work.blocks) * mode.BLOCK_M : work.end * mode.BLOCK_M, work.row : work.row + mode.BLOCK_N
+        ] = True
+        for block in range(work.end - work.blocks, work.end):
+            assert schedule.turn_of(Scalar(block), work, grid, mode) == added[block]
+            added[block] += 1
+    assert hidden.all()
+
+
+FAULTS = {
+    "queries are released before the product has read them": (
+        "backward",
+        "    dk = warpgroup_mma_wait(0, deps=(dk_token,))\n    pipes.q.release(i)",
+        "    pipes.q.release(i)\n    dk = warpgroup_mma_wait(0, deps=(dk_token,))",
+    ),
+    "dout is released before the product has read it": (
+        "backward",
+        "    fence_async_shared()\n    barrier_sync(",
+        "    pipes.dout.release(i)\n    barrier_sync(",
+    ),
+    "nobody waits for dout": ("backward", "        pipes.dout.wait(i)\n", ""),
+    "nobody waits for the values": ("backward", "        pipes.v.wait(entry)\n", ""),
+    "nobody releases the values": ("backward", "        pipes.v.release(entry)\n", ""),
+    "keys are overwritten without asking": (
+        "pipeline",
+        "        self.queries.acquire(i)\n        for field",
+        "        for field",
+    ),
+    "the next queries are written without asking": ("backward", "                pipes.q.acquire(i)\n", ""),
+    "the statistics are not waited for": ("backward", "statistics_desc.block_type.nbytes)\n", "0)\n"),
+    "a warpgroup reads dS before the other has written it": (
+        "backward",
+        "    barrier_sync(mode.BARRIERS, WARPGROUPS)",
+        "    pass  #",
+    ),
+    "dS has one buffer": ("backward", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
+    "dQ is read while in flight": (
+        "backward",
+        "warpgroup_mma_wait(1, deps=(dq_token,))",
+        "warpgroup_mma_wait(2, deps=(dq_token,))",
+    ),
+    "dK is read while in flight": (
+        "backward",
+        "warpgroup_mma_wait(0, deps=(dk_token,))",
+        "warpgroup_mma_wait(1, deps=(dk_token,))",
+    ),
+    "an outbox's phase is swapped": ("pipeline", "(i & 1) ^ 1", "i & 1"),
+    "an outbox is given back while it is carried": ("pipeline", "        store_wait(0)\n", ""),
+    "the halves of dQ are swapped": (
+        "backward",
+        "(first + block) * 2 + WARPGROUP",
+        "(first + block) * 2 + 1 - WARPGROUP",
+    ),
+    "dV is stored as dK": ("backward", "store_rows(dv_desc,", "store_rows(dk_desc,"),
+    "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    call = build(SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
+    exact = run_reference(call, torch.float64)
+    try:
+        found = differentiate(Kernel(FAULTS[fault]), call)
+    except FaultError:
+        return
+    close = (torch.allclose(x.double(), exact[name], atol=0.05) for name, x in found.items())
+    assert not all(close), "the result is right all the same"
