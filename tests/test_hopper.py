@@ -9,7 +9,7 @@ from tileattn.backends import hopper
 from tileattn.problem import Problem
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from tileattn.backends.hopper.backward_launch import backward_plan_for, backward_tile_for
+from tileattn.backends.hopper.backward_launch import _addressable, backward_plan_for, backward_tile_for
 from tileattn.backends.hopper.launch import _descriptor, pack_for, plan_for, tile_for
 
 PLAIN = Problem(
@@ -152,3 +152,21 @@ def test_only_what_starts_between_multiples_of_16_bytes_is_copied():
     copied = _descriptor(odd, [1, 2, 1, 16], None)
     assert copied.base.data_ptr() % 16 == 0
     assert torch.equal(copied.base, odd)
+
+
+def test_a_dout_is_copied_only_where_tma_cannot_step_through_it():
+    x = torch.arange(4 * 10 * 2 * 16, dtype=torch.bfloat16).view(4, 10, 2, 16)
+    assert _addressable(x) is x
+    swapped = x.transpose(1, 2)
+    assert _addressable(swapped) is swapped
+    for odd in (x[:, :, :1].expand(-1, -1, 2, -1), x[..., ::2], x.flatten(2)[..., :30].unflatten(2, (2, 15))):
+        assert torch.equal(_addressable(odd), odd)
+        assert _addressable(odd).is_contiguous()
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_few_queries_and_packed_sequences_are_differentiated_elsewhere():
+    few = dataclasses.replace(PLAIN, seqlen_q=16, num_heads=16)
+    for problem in (few, dataclasses.replace(PLAIN, varlen=True)):
+        assert hopper.supports(problem) is None
+        assert hopper.supports(problem, "backward")
