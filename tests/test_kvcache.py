@@ -46,6 +46,16 @@ def test_the_api_appends_and_attends():
     torch.testing.assert_close(again, pair.out)
 
 
+def test_sequences_may_be_chosen_from_a_table_of_more():
+    (q, k_cache, v_cache, _, _), options = build(BASE.but(page_size=16))
+    expected = tileattn.attention_with_kvcache(q, k_cache, v_cache, **options)
+    more = torch.full((9, options["block_table"].shape[1]), -1, dtype=torch.int32)
+    chosen = torch.tensor([7, 2, 4])
+    more[chosen] = options["block_table"]
+    options |= {"block_table": more, "cache_batch_idx": chosen}
+    assert torch.equal(tileattn.attention_with_kvcache(q, k_cache, v_cache, **options), expected)
+
+
 def test_an_int_and_a_tensor_of_lengths_are_the_same():
     (q, k_cache, v_cache, _, _), options = build(BASE.but(lengths=(40, 40)))
     as_int = tileattn.attention_with_kvcache(q, k_cache, v_cache, **(options | {"cache_seqlens": 40}))
@@ -188,7 +198,8 @@ REFUSED = [
     ((Q, PAGES, PAGES), {"block_table": TABLE.float()}, "block_table: dtype torch.float32"),
     ((Q, PAGES, PAGES), {"block_table": TABLE[:2]}, "block_table: shape (2, 4), expected (batch, pages of a sequence)"),
     ((Q, PAGES, PAGES), {"block_table": TABLE, "cache_seqlens": 65}, "beyond the cache's capacity of 64"),
-    ((Q, KC, KC), {"block_table": TABLE, "cache_batch_idx": TABLE[:, 0]}, "cache_batch_idx: not with block_table"),
+    ((Q, PAGES, PAGES), {"block_table": TABLE, "cache_batch_idx": TABLE[:, 0] + 3}, "but block_table has 3 sequences"),
+    ((Q, KC, KC), {"cache_batch_idx": TABLE}, "cache_batch_idx: shape (3, 4), expected (batch,) = (3,)"),
     ((Q, KC, KC), {"cache_batch_idx": TABLE[:, 0] + 3}, "cache_batch_idx: [3, 3, 3], but k_cache has 3 sequences"),
     ((Q, KC, KC), {"cache_leftpad": LENGTHS, "cache_seqlens": 50}, "cache_leftpad: [70, 3, 45] must lie between 0 and"),
     ((Q, KC, KC), {"rotary_cos": COS, "rotary_sin": COS}, "rotary_cos: nothing is appended"),

@@ -186,8 +186,8 @@ class CacheProblem:
         cu_seqlens_k = _check_new(q, k, v, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens, batch)
         seqlen_new = k.shape[1] if k is not None and not varlen else 0
         lengths = _check_lengths(cache_seqlens, seqlen_new, cu_seqlens_k, capacity, batch, q.device)
-        if block_table is not None:
-            _check_pages(block_table, lengths, seqlen_new, cu_seqlens_k, k_cache)
+        if block_table is not None and table is not None:
+            _check_pages(table, lengths, seqlen_new, cu_seqlens_k, k_cache)
         _check_leftpad(cache_leftpad, lengths, capacity, batch, q.device)
         _check_rotary(rotary_cos, rotary_sin, q, k, lengths, max(seqlen_q, seqlen_new))
         left, right = _check_window(window)
@@ -294,28 +294,39 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 def _check_table(
     block_table: Tensor | None, cache_batch_idx: Tensor | None, k_cache: Tensor, batch: int
 ) -> Tensor | None:
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx: not with block_table, whose rows say where each sequence is")
-    name, table = ("block_table", block_table) if cache_batch_idx is None else ("cache_batch_idx", cache_batch_idx)
-    if table is None:
+    if cache_batch_idx is not None:
+        _check_indices("cache_batch_idx", cache_batch_idx, k_cache, (batch,))
+        rows = k_cache.shape[0] if block_table is None else len(block_table)
+        if _readable(cache_batch_idx) and batch and (cache_batch_idx.min() < 0 or cache_batch_idx.max() >= rows):
+            holder = "k_cache" if block_table is None else "block_table"
+            raise ValueError(f"cache_batch_idx: {cache_batch_idx.tolist()}, but {holder} has {rows} sequences")
+        if block_table is None:
+            return cache_batch_idx[:, None]
+    if block_table is None:
         if k_cache.shape[0] < batch:
             raise ValueError(
                 f"k_cache: {k_cache.shape[0]} sequences for a batch of {batch}; without block_table or cache_batch_idx "
                 "sequence b is k_cache[b]"
             )
         return None
-    _check_tensor(name, table)
-    if table.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: dtype {table.dtype}, expected torch.int32 or torch.int64")
-    shape = "(batch,)" if name == "cache_batch_idx" else "(batch, pages of a sequence)"
-    if table.dim() != (1 if name == "cache_batch_idx" else 2) or table.shape[0] != batch or table.numel() == 0 < batch:
-        raise ValueError(f"{name}: shape {tuple(table.shape)}, expected {shape} with batch = {batch}")
-    _check_device(name, table, k_cache.device)
-    if name == "cache_batch_idx":
-        if _readable(table) and batch and (table.min() < 0 or table.max() >= k_cache.shape[0]):
-            raise ValueError(f"cache_batch_idx: {table.tolist()}, but k_cache has {k_cache.shape[0]} sequences")
-        return table[:, None]
-    return table if table.stride(1) == 1 or table.shape[1] == 1 else table.contiguous()
+    _check_indices("block_table", block_table, k_cache, (batch if cache_batch_idx is None else None, None))
+    if cache_batch_idx is not None:
+        return block_table.index_select(0, cache_batch_idx)
+    return block_table if block_table.stride(1) == 1 or block_table.shape[1] == 1 else block_table.contiguous()
+
+
+def _check_indices(name: str, x: Tensor, k_cache: Tensor, shape: tuple[int | None, ...]) -> None:
+    """shape: None for any size from 1 on."""
+    _check_tensor(name, x)
+    if x.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32 or torch.int64")
+    sizes_fit = x.dim() == len(shape) and all(
+        have == want if want is not None else have > 0 for have, want in zip(x.shape, shape, strict=True)
+    )
+    if not sizes_fit:
+        expected = f"(batch,) = {shape}" if name == "cache_batch_idx" else f"(batch, pages of a sequence) = {shape}"
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected {expected}, None being any size")
+    _check_device(name, x, k_cache.device)
 
 
 def _check_pages(

@@ -103,7 +103,8 @@ def attention_with_kvcache(
         cache_seqlens: int, or int32 or int64 (batch,): how long each sequence is before k and v come. Not changed.
             None: as long as the cache.
         block_table: int32 or int64 (batch, pages of a sequence): which pages hold a sequence, in order.
-        cache_batch_idx: int32 or int64 (batch,): sequence b is k_cache[cache_batch_idx[b]]; None: k_cache[b].
+        cache_batch_idx: int32 or int64 (batch,): sequence b is k_cache[cache_batch_idx[b]] (None: k_cache[b]), or has
+            the pages block_table[cache_batch_idx[b]].
         cache_leftpad: int32 or int64 (batch,): so many of a sequence's first positions hold nothing. Distances, and so
             windows and ALiBi, do not change by that.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), of packed q and packed k; the same if only the first is given.
