@@ -193,7 +193,8 @@ def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict
     """What tiles cannot but lose, where standard attention may be luckier (one visible score) or need not lose at all
     (terms that cancel in a backward that recomputes P). Each is one rounding of an intermediate.
 
-    The score q.k and, in P = exp(s - lse), lse: both are errors relative to P. In dS = P (dP - delta), dP = dout.v, and
+    The score, be it q.k or what modifiers made of it (as large as the lse of the scores alone, which a sink may exceed
+    by far), and, in P = exp(s - lse), lse: both are errors relative to P. In dS = P (dP - delta), dP = dout.v, and
     delta = rowsum(dout out), which is that of out as forward rounded it: missing e of delta acts like a gradient e that
     flows into lse.
     """
@@ -203,7 +204,9 @@ def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict
     missing = (dout.double() * (exact["out"] - got["out"].double())).sum(-1).transpose(-1, -2)
     moved = run_reference(call._replace(dlse=dlse.double() + missing), torch.float64)
     eps, scale = torch.finfo(problem.lse_dtype).eps, abs(problem.scale)
-    of_s = eps * scale * _largest(inputs.q.double().norm(dim=-1)) * _largest(inputs.k.double().norm(dim=-1))
+    product = scale * _largest(inputs.q.double().norm(dim=-1)) * _largest(inputs.k.double().norm(dim=-1))
+    alone = standard_attention(replace(problem, has_sink=False), inputs._replace(sink=None), torch.float64).lse
+    of_s = eps * max(product, _largest(alone.nan_to_num(0.0, 0.0, 0.0)))
     of_p = of_s + 2 * eps * _largest(exact["lse"].nan_to_num(0.0, 0.0, 0.0))
     of_dp = eps * _largest(dout.double().abs().sum(-1)) * _largest(inputs.v)
     of_ds = {
