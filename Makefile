@@ -5,10 +5,11 @@
 gpu-test:
 	python -m pytest -m gpu -q -n auto --dist worksteal
 
+# racecheck and initcheck see neither what orders Hopper's warps (mbarriers) nor what TMA writes: portable kernels alone.
 gpu-sanitize:
-	for tool in memcheck racecheck initcheck; do \
-	    compute-sanitizer --tool $$tool --error-exitcode 1 python tests/sanitize.py || exit 1; \
-	done
+	compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py portable
+	compute-sanitizer --tool initcheck --error-exitcode 1 python tests/sanitize.py portable
 
 gpu-bench:
 	python benchmarks/gpu.py benchmarks/results/gpu-portable.json
