@@ -260,6 +260,29 @@ def test_cached_keys_a_row_that_sees_nothing_has_lse_plus_infinity():
     assert (out[1] == 0).all()
 
 
+def test_flash_attn_3_gives_a_row_that_sees_nothing_lse_minus_infinity():
+    q, k, v = qkv()
+    options = {"causal": True, "return_attn_probs": True}
+    parts = [flash_attn_interface.flash_attn_func(q, k[:, :5], v[:, :5], **options) for _ in range(2)]
+    assert (parts[0][1][:, :, : SQ - 5] == float("-inf")).all()
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    assert (flash_attn_interface.flash_attn_combine(outs, lses)[0][:, : SQ - 5] == 0).all()
+    (q, k_cache, v_cache, _, _), lengths = cached()
+    call = {"cache_seqlens": lengths * 0, "return_softmax_lse": True}
+    assert (flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, **call)[1] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_cached_keys_and_faulty_rotary_embedding(module, causal):
+    (q, k_cache, v_cache, k, v), lengths = cached()
+    call = {"rotary_cos": torch.ones(5, 4), "rotary_sin": torch.zeros(5, 4), "causal": causal}
+    with pytest.raises(TypeError, match="rotary_cos: nothing is appended"):
+        module.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **call)
+    with pytest.raises(ValueError, match="rotary_cos: 5 positions, but the last of q or k is at position"):
+        module.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **call)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_cached_keys_and_rotary_embedding(causal, interleaved):
@@ -325,6 +348,8 @@ def test_a_block_table_says_where_the_keys_are(page_size):
     torch.testing.assert_close(lse, expected_lse)
     out.sum().backward()
     assert q.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="block_table: entry -"):
+        flash_attn.flash_attn_varlen_func(*args, block_table=table - 3 * pages)
 
 
 def test_only_used_rows_count():
@@ -363,7 +388,7 @@ def test_flash_attn_3_counts_only_used_rows_of_q_and_k():
         torch.testing.assert_close(out[rows], alone.out[0])
         torch.testing.assert_close(lse[:, rows], alone.lse[0])
     assert (out[5:8] == 0).all()
-    assert (lse[:, 5:8] == float("inf")).all()
+    assert (lse[:, 5:8] == float("-inf")).all()
 
 
 def test_flash_attn_3_combines_parts():

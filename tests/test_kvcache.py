@@ -93,6 +93,35 @@ def test_a_fixed_split_makes_a_sequence_independent_of_its_batch(lengths):
     assert torch.equal(got.lse[0], lse[b])
 
 
+def test_a_fixed_split_does_not_depend_on_threads(monkeypatch):
+    (q, k_cache, v_cache, _, _), options = build(BASE.but(num_heads=8, num_heads_k=8, split_size=128))
+    alone = tileattn.attention_with_kvcache(q, k_cache, v_cache, **options)
+    monkeypatch.setattr(cpu.workers, "threads_for", lambda work: 4)
+    assert torch.equal(tileattn.attention_with_kvcache(q, k_cache, v_cache, **options), alone)
+
+
+def test_packed_sequences_and_positions_of_the_rotary_embedding():
+    case = BASE.but(lengths=(70, 0), lengths_q=(1, 10), new_lengths=(1, 10), rotary_dim=8)
+    (q, k_cache, v_cache, k, v), options = build(case)
+    cos, sin = options["rotary_cos"], options["rotary_sin"]
+    expected = tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    enough = options | {"rotary_cos": cos[:71], "rotary_sin": sin[:71]}
+    assert torch.equal(tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **enough), expected)
+    (q, k_cache, v_cache, k, v), options = build(case.but(new_lengths=(9, 2)))
+    options |= {"rotary_cos": cos[:78], "rotary_sin": sin[:78]}
+    with pytest.raises(ValueError, match="rotary_cos: 78 positions, but the last of q or k is at position 78"):
+        tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
+
+
+def test_what_is_outside_of_the_cache_is_not_written():
+    """In a compiled call lengths are not checked."""
+    problem, inputs = build(BASE.but(new=3, page_size=16)).problem()
+    inputs = inputs._replace(k_cache=inputs.k_cache.nan_to_num(), cache_seqlens=torch.tensor([-9, 96, 2000]))
+    before = inputs.k_cache.clone()
+    APPEND(*flat_append(problem, inputs))
+    assert torch.equal(inputs.k_cache, before)
+
+
 def flat_append(problem, inputs):
     x, v_cache = inputs, None if inputs.v is None else inputs.v_cache
     where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin

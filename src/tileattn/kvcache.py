@@ -189,7 +189,8 @@ class CacheProblem:
         if block_table is not None and table is not None:
             _check_pages(table, lengths, seqlen_new, cu_seqlens_k, k_cache)
         _check_leftpad(cache_leftpad, lengths, capacity, batch, q.device)
-        _check_rotary(rotary_cos, rotary_sin, q, k, lengths, max(seqlen_q, seqlen_new))
+        rows = (seqlen_q, seqlen_new) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+        _check_rotary(rotary_cos, rotary_sin, q, k, lengths, *rows)
         left, right = _check_window(window)
         problem = CacheProblem(
             batch=batch,
@@ -311,7 +312,7 @@ def _check_table(
         return None
     _check_indices("block_table", block_table, k_cache, (batch if cache_batch_idx is None else None, None))
     if cache_batch_idx is not None:
-        return block_table.index_select(0, cache_batch_idx)
+        return block_table.index_select(0, cache_batch_idx.clamp(0, len(block_table) - 1))
     return block_table if block_table.stride(1) == 1 or block_table.shape[1] == 1 else block_table.contiguous()
 
 
@@ -455,8 +456,14 @@ def _check_leftpad(
 
 
 def _check_rotary(
-    cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor | None, lengths: int | Tensor, rows: int
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    lengths: int | Tensor,
+    *rows: int | Tensor,
 ) -> None:
+    """rows: how many of q and of k come after so many keys, or their cu_seqlens."""
     if cos is None and sin is None:
         return
     if k is None:
@@ -473,12 +480,14 @@ def _check_rotary(
         _check_device(name, x, q.device)
     if cos.shape != sin.shape:
         raise ValueError(f"rotary_sin: shape {tuple(sin.shape)} differs from rotary_cos' {tuple(cos.shape)}")
-    if _readable(lengths):
-        last = (int(lengths.max()) if lengths.numel() else 0) if isinstance(lengths, Tensor) else lengths
-        if last + rows > cos.shape[0]:
-            raise ValueError(
-                f"rotary_cos: {cos.shape[0]} positions, but the last of q or k is at position {last + rows - 1}"
-            )
+    if not _readable(lengths, *rows):
+        return
+    for each in rows:
+        count = each.diff() if isinstance(each, Tensor) else each
+        stops = torch.as_tensor((lengths + count) * (count > 0))
+        if stops.numel() and stops.max() > cos.shape[0]:
+            last = int(stops.max()) - 1
+            raise ValueError(f"rotary_cos: {cos.shape[0]} positions, but the last of q or k is at position {last}")
 
 
 def _check_split_size(split_size: int | None) -> int:

@@ -1,4 +1,5 @@
-"""FlashAttention-3's functions, in its conventions: no dropout, lse alone with return_attn_probs.
+"""FlashAttention-3's functions, in its conventions: no dropout, lse alone with return_attn_probs, -inf where a
+row sees nothing.
 
 What tileattn does not have is refused in words: fp8 descales, qv and attention_chunk. num_splits, pack_gqa, sm_margin
 and scheduler_metadata steer FlashAttention-3's scheduler and have no effect.
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tileattn.api import attention, attention_varlen
-from tileattn.compat.flash_attn.flash_attn_interface import _infinite, _options
+from tileattn.compat.flash_attn.flash_attn_interface import _options
 from tileattn.compat.kvcache import with_kvcache
 from tileattn.compat.packing import Packed, used_rows
 
@@ -41,7 +42,7 @@ def flash_attn_func(
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     options = _options(softmax_scale, causal, window_size, softcap, None)
     out, lse = attention(q, k, v, deterministic=deterministic or None, return_lse=True, **options)
-    return (out, _infinite(lse)) if return_attn_probs else out
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
@@ -112,7 +113,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (.., headdim_v). seqused_q, seqused_k int32
-    (batch,): only so many rows of each sequence count; the other rows of out are 0, of softmax_lse +inf. softmax_lse is
+    (batch,): only so many rows of each sequence count; the other rows of out are 0, of softmax_lse -inf. softmax_lse is
     (nheads, total_q)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     keys = Packed(k, v, cu_seqlens_k, int(max_seqlen_k))
@@ -136,10 +137,9 @@ def flash_attn_varlen_func(
         return_lse=True,
         **options,
     )
-    lse = _infinite(lse)
     if seqused_q is not None:
         out = out.new_zeros((q.shape[0], *out.shape[1:])).index_copy(0, rows, out)
-        lse = lse.new_full((lse.shape[0], q.shape[0]), float("inf")).index_copy(1, rows, lse)
+        lse = lse.new_full((lse.shape[0], q.shape[0]), float("-inf")).index_copy(1, rows, lse)
     return (out, lse) if return_attn_probs else out
 
 

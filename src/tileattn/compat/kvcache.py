@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tileattn.kvcache import _check_rotary
 from tileattn.kvcache_api import attention_with_kvcache
 from tileattn.rotary import positions, rotate
 
@@ -26,8 +27,7 @@ def with_kvcache(
     options: dict[str, Any],
     rotary_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, which is +inf where a row sees nothing. rotary_seqlens: where positions begin instead of
-    cache_seqlens.
+    """out and lse, in tileattn's convention. rotary_seqlens: where positions begin instead of cache_seqlens.
 
     flash_attn turns all rows of q by the angle of one position when neither causal nor windowed: such a call is turned
     here.
@@ -35,18 +35,21 @@ def with_kvcache(
     advancing = options["causal"] or options["window"] != (-1, -1)
     if cos is not None and sin is not None and k is not None and not (advancing and rotary_seqlens is None):
         start = rotary_seqlens if rotary_seqlens is not None else 0 if cache_seqlens is None else cache_seqlens
-        at = positions(q, start, options.get("cu_seqlens_q"), advancing)
+        cu_q = options.get("cu_seqlens_q")
+        cu_k = options.get("cu_seqlens_k", cu_q)
+        rows: tuple[Any, Any] = (q.shape[1], k.shape[1]) if cu_q is None else (cu_q, cu_k)
+        _check_rotary(cos, sin, q, k, start, rows[0] if advancing else 1, rows[1])
+        last = cos.shape[0] - 1  # on a GPU positions are not looked at
+        at = positions(q, start, cu_q, advancing).clamp(0, last)
         q = rotate(q, cos[at], sin[at], interleaved)
-        at = positions(k, start, options.get("cu_seqlens_k", options.get("cu_seqlens_q")))
+        at = positions(k, start, cu_k).clamp(0, last)
         k = rotate(k, cos[at], sin[at], interleaved)
-        cos = sin = None
-    if k is None:
         cos = sin = None
     if num_splits == 1:  # one run of keys, whatever else is in the batch
         table = options.get("block_table")
         capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
         options = options | {"split_size": max(-(-capacity // 128) * 128, 128)}
-    out, lse = attention_with_kvcache(
+    return attention_with_kvcache(
         q,
         k_cache,
         v_cache,
@@ -59,4 +62,3 @@ def with_kvcache(
         return_lse=True,
         **options,
     )
-    return out, lse.masked_fill(lse == float("-inf"), float("inf"))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tileattn.kvcache import _check_pages
+
 
 class Packed(NamedTuple):
     """k and v (total, heads, head_dim); sequence b owns rows cu_seqlens[b] to cu_seqlens[b + 1], max_seqlen at most."""
@@ -21,6 +23,7 @@ def paged_rows(packed: Packed, block_table: Tensor) -> Packed:
     """k and v given as pages (num_pages, page_size, heads, head_dim), and which pages each sequence has, brought
     together in the order of the sequences. Copies them, and waits for a GPU."""
     k, v, cu_seqlens, _ = packed
+    _check_pages(block_table, cu_seqlens.diff(), 0, None, k)
     page_size = k.shape[1]
     sequence, position = _places(cu_seqlens)
     page = block_table[sequence, position // page_size].long()

@@ -96,6 +96,7 @@ def _forward(
         options |= {"block_table": block_table, "cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
         nothing_new = None, None, None, None, False
         out, lse = with_kvcache(query, key, value, *nothing_new, lengths, num_splits or 0, options)
+        lse = _infinite(lse)
     else:
         keys = _keys(key, value, cum_seq_k, max_k, seqused_k)
         options |= _varlen(cum_seq_q, keys.cu_seqlens, max_q, keys.max_seqlen)
@@ -231,7 +232,11 @@ def _attend(
     seed = None if rng_state is None else rng_state[:1]
     problem, inputs = Problem.of(*qkv, dropout_p=dropout_p, dropout_seed=seed, **options)
     out, lse = ops.run(problem, inputs, dispatch.choose(problem))
-    return out, lse.masked_fill(lse == float("-inf"), float("inf"))
+    return out, _infinite(lse)
+
+
+def _infinite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
 def _differentiate(

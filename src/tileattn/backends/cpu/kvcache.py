@@ -36,7 +36,7 @@ def append(append: Append) -> None:
     if x.rotary_cos is not None and x.rotary_sin is not None:
         k = _turned(k, position, x.rotary_cos, x.rotary_sin, x.rotary_interleaved)
     page_size = x.k_cache.shape[1]
-    inside = position < page_size * (1 if x.table is None else x.table.shape[1])
+    inside = (position >= 0) & (position < page_size * (1 if x.table is None else x.table.shape[1]))
     where = _place(x.k_cache, x.table, sequence[inside], position[inside])
     x.k_cache[where] = k[inside]
     if x.v is not None and x.v_cache is not None:
@@ -50,9 +50,10 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     sequences = _sequences(p, inputs)
     work = sum(s.seqlen_q * len(s.positions) for s in sequences) * p.num_heads
     threads = workers.threads_for(work * (p.head_dim + p.head_dim_v))
-    todo = [(s, stack) for s in sequences for stack in s.stacks(p.gathered(p.capacity), threads)]
+    # where the split is fixed, results do not depend on what else is in the batch, and so not on threads
+    stacked = 1 if p.split_size else threads
+    todo = [(s, stack) for s in sequences for stack in s.stacks(p.gathered(p.capacity), stacked)]
     stacks = [stack for _, stack in todo]
-    # where the split is fixed, results do not depend on what else is in the batch
     blocks = tiling.BLOCKS if p.split_size else balanced(stacks, threads)
     splits = 1 if p.split_size else max(threads // max(count_blocks(stacks, blocks), 1), 1)
     most = p.split_size or (p.capacity if p.page_size == p.capacity else GATHERED)

@@ -206,7 +206,7 @@ def flash_attn_with_kvcache(
     }
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     out, lse = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options)
-    return (out, lse) if return_softmax_lse else out
+    return (out, _infinite(lse)) if return_softmax_lse else out
 
 
 # What other packages (ring attention, mostly) call by keyword. No autograd: they have their own.
