@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle import MODIFIERS, MODS, SHAPES, Case, build, cases, check, check_call, wanted
+from oracle import ALL_DIMS, MODIFIERS, MODS, SHAPES, Case, build, cases, check, check_call, wanted
 
 import tileattn
 from tileattn.backends import portable
@@ -110,6 +110,17 @@ def test_bad_cu_seqlens_never_reach_outside_the_tensors():
     inputs = inputs._replace(cu_seqlens_q=bad, cu_seqlens_k=bad)
     forward = portable.forward(problem, inputs)
     portable.backward(problem, inputs, forward, dout, dlse, Wanted())
+
+
+@pytest.mark.parametrize("lengths", [((70, 70), (88, 88)), ((70, 33), (88, 45))], ids=["full", "shorter"])
+def test_a_bias_may_hold_anything_beyond_its_sequences(lengths):
+    """88 columns: kernels load them in groups of 8, of which one reaches beyond the 45."""
+    lengths_q, lengths_k = lengths
+    call = build(SMALL.but(lengths_q=lengths_q, lengths_k=lengths_k, bias=ALL_DIMS, dtype=torch.float16))
+    bias = call.inputs.bias.clone()
+    for i, (rows, cols) in enumerate(zip(*lengths, strict=True)):
+        bias[i, :, rows:] = bias[i, :, :, cols:] = float("nan")
+    check_call(portable, call._replace(inputs=call.inputs._replace(bias=bias)))
 
 
 SHARED = {  # with blocks that are empty, full and neither

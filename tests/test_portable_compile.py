@@ -1,5 +1,7 @@
 """The portable kernels compile for GPUs that are not here, and for Hopper within a budget of spills."""
 
+import re
+
 import pytest
 import torch
 
@@ -87,6 +89,18 @@ def test_a_document_mask_lets_three_programs_share_a_multiprocessor_of_hopper():
     assert (forward.name, forward.spills) == ("forward_kernel", 0)
     assert 3 * 128 * forward.registers <= 65536
     assert 3 * forward.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_dense_bias_or_mask_is_loaded_in_groups_of_8_columns_on_hopper(name, head_dim):
+    x = torch.zeros(1, 2, 64, 64, dtype={"bias": torch.bfloat16, "mask": torch.bool}[name])
+    wanted = Wanted(bias=name == "bias")
+    for found in compile_call(*problem(head_dim, **{name: x}), TARGETS["sm90"], tuning.HOPPER, wanted):
+        assert not re.findall(r"LDG\S*\.[US](?:8|16)\b", found.kernel.asm["sass"]), f"{found.name}: narrow loads"
+        assert found.spills == 0, f"{found.name}: {found.spills} bytes spilled"
+        assert 2 * 128 * found.registers <= 65536
+        assert 2 * found.shared <= 227 * 1024, f"{found.name}: {found.shared} bytes, so no two share a multiprocessor"
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

@@ -125,7 +125,7 @@ def _walk_rows(
         q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
         row_lse = tl.load(lse_ptr + offs_m)
-        s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode)
+        s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode, True)
         p = probabilities(s, unit, row_lse[None, :], mode)
         if MASKED:
             p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)

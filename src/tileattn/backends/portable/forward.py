@@ -57,7 +57,7 @@ def _attend(
         cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
         qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
-        s, _, _ = score_tile(qk, rows, cols, in_head, mods, mode)
+        s, _, _ = score_tile(qk, rows, cols, in_head, mods, mode, MASKED)
         if MASKED:
             s = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)

@@ -211,7 +211,8 @@ def modifiers_of(problem: Problem, inputs: Inputs) -> Modifiers:
 def _strides(name: str, x: Tensor | None) -> dict[str, Any]:
     """The fields of Modifiers that hold strides of a bias or mask: 0 along dims of size 1, so that they broadcast."""
     strides = [0] * 4 if x is None else [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
-    align = 8 if math.gcd(*strides[:3]) % 8 == 0 else 1
+    columns = 0 if x is None or x.shape[3] == 1 else x.shape[3]
+    align = 8 if math.gcd(*strides[:3], columns) % 8 == 0 else 1
     batch, head, row = sized(*strides[:3], align=align)
     return {
         f"{name}_batch": batch,

@@ -111,7 +111,7 @@ def find_kernel(
     for first in tl.range(block_q * SIZE_Q, tl.minimum((block_q + 1) * SIZE_Q, rows), STEP):
         r = (first + tl.arange(0, STEP))[:, None]
         ptrs = mask + (r.to(tl.int64) * stride(mods.mask_row, mods.mask_align) + c.to(tl.int64) * mods.mask_col)
-        inside = (r < rows) & (c < cols)
+        inside = (r < rows) & (c < cols // mods.mask_align * mods.mask_align)  # known to be in steps of align
         seen = tl.load(ptrs, mask=inside, other=0).to(tl.int32)
         some = tl.maximum(some, seen)
         every = tl.minimum(every, tl.where(inside, seen, 1))

@@ -103,6 +103,8 @@ INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEF
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
     tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
+    if p.has_bias or p.has_mask:  # prefetched as well: with a third stage no two programs fit on a multiprocessor
+        tile = tile._replace(num_stages=min(tile.num_stages, 2))
     if p.mask_mod and tile.with_mask_mod and not (p.score_mod or p.softcap or p.has_bias or p.has_mask or p.dropout_p):
         return tile._replace(registers=tile.with_mask_mod)
     return tile

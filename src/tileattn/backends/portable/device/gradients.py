@@ -43,7 +43,7 @@ def score_gradient(
     rows = offs_m[:, None]
     cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
     qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
-    s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode)
+    s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode, MASKED)
     p = probabilities(s, score_unit(mods, mode), row_lse[:, None], mode)
     if MASKED:
         p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)

@@ -89,7 +89,7 @@ def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
         seen = seen & (cols - (shift - seqs.window_left) >= rows)
     allowed = seen
     if mods.mask is not None:
-        mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head)
+        mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head, True)
         allowed = allowed & (mask != 0)
     if mode.mask_mod is not None:
         row, col = inside(rows, cols, in_head)

@@ -16,7 +16,8 @@ from tileattn.backends.portable.device.softmax import from_natural
 class Modifiers(NamedTuple):
     """What happens to q.k and to the probabilities; None for what a call does not have. A field such as bias_row is a
     stride, 0 where the tensor broadcasts; those of bias and mask but for columns are `sized` with align
-    bias_align, a tl.constexpr. (Flat: Triton 3.6 loses constants in nested tuples.)
+    bias_align, a tl.constexpr that also divides the number of columns. (Flat: Triton 3.6 loses constants in nested
+    tuples.)
 
     threshold: the 32 bits of philox.threshold as a signed int; rescale: 1 / (1 - dropout_p).
     """
@@ -49,16 +50,21 @@ def _at(ptr, batch, head, stride_batch, stride_head):
 
 
 @triton.jit
-def load_modifier(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, in_head):
-    """A tile of a bias or mask, 0 beyond the sequence."""
-    ptrs = ptr + (rows.to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col)
-    return tl.load(ptrs, mask=(rows < in_head.seqlen_q) & (cols < in_head.seqlen_k), other=0)
-
-
-@triton.jit
 def inside(rows, cols, in_head):
     """Rows and columns as mods get them: those that a tile has beyond the sequence are the last ones."""
     return tl.minimum(rows, in_head.seqlen_q - 1), tl.minimum(cols, in_head.seqlen_k - 1)
+
+
+@triton.jit
+def load_modifier(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, in_head, CHECK: tl.constexpr):
+    """A tile of a bias or mask; without CHECK, of columns inside the sequence. What lies beyond it is anything that the
+    tensor holds, or 0: a bound for each row or column would make a load of each element."""
+    rows = tl.minimum(rows, in_head.seqlen_q - 1)
+    ptrs = ptr + rows.to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col
+    if CHECK:
+        return tl.load(ptrs, mask=cols < tl.cdiv(in_head.seqlen_k, ALIGN) * ALIGN, other=0)
+    else:
+        return tl.load(ptrs)
 
 
 class Blocks(NamedTuple):
@@ -139,8 +145,9 @@ def distance(rows, cols, seqlen_q, seqlen_k):
 
 
 @triton.jit
-def score_tile(qk, rows, cols, in_head, mods, mode):
-    """Scores (see `score_unit`), and what `before_mods` needs. rows and cols broadcast to qk, either way round."""
+def score_tile(qk, rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
+    """Scores (see `score_unit`), and what `uncap` and `unmodify` need. rows and cols broadcast to qk, either way round;
+    without CHECK the columns lie inside the sequence."""
     seqlen_q, seqlen_k = in_head.seqlen_q, in_head.seqlen_k
     s = qk
     capped = qk
@@ -153,7 +160,7 @@ def score_tile(qk, rows, cols, in_head, mods, mode):
         if mods.alibi is not None:
             s -= in_head.slope * distance(rows, cols, seqlen_q, seqlen_k)
         if mods.bias is not None:
-            b = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head)
+            b = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
             s += b.to(tl.float32)
         if mode.score_mod is not None:
             raw = s
