@@ -126,7 +126,7 @@ FAULTS = {
         "        for field",
     ),
     "the next queries are written without asking": ("backward", "                pipes.q.acquire(i)\n", ""),
-    "the statistics are not waited for": ("backward", "statistics_desc.block_type.nbytes)\n", "0)\n"),
+    "the statistics are not waited for": ("backward", "statistics_desc.block_type.nbytes\n", "0\n"),
     "a warpgroup reads dS before the other has written it": (
         "backward",
         "    barrier_sync(mode.BARRIERS, WARPGROUPS)",
