@@ -40,7 +40,7 @@ class BackwardMode(NamedTuple):
     from, which saves registers. BARRIERS: the first named barrier.
     VARLEN: packed sequences, which rings ask for and which there are none of. CAUSAL, LEFT: the window bounds that
     side. MASKED: blocks of queries, a key block's first, which hide scores
-    (LEFT: all may). TAIL: the last key block is not full.
+    (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
     """
 
     BLOCK_M: Any

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from tileattn.backends.hopper.backward import BackwardMode, Scales, attention_backward
 from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
 from tileattn.backends.hopper.forward import ROWS
-from tileattn.backends.hopper.launch import ELEMENT, _descriptor, _num_sms, _run
+from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run
 from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
@@ -96,7 +96,8 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         CAUSAL=causal,
         LEFT=left,
         MASKED=tile.block_n // tile.block_m + (not aligned) if causal and not left else 0,
-        TAIL=p.seqlen_k % tile.block_n != 0,
+        # Where no row sees beyond its diagonal, which hides keys past the end as well, one kernel serves all lengths.
+        TAIL=p.seqlen_k % tile.block_n != 0 and not (causal and p.window_right == 0),
         SOFTCAP=p.softcap != 0.0,
         DETERMINISTIC=p.deterministic,
     )
@@ -245,11 +246,6 @@ def _backward(
         dv if wanted.v else None,
         dsink=_sink_gradient(p, plan, inputs, workspace) if wanted.sink else None,
     )
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and at 16 bytes, as fresh memory is: what a kept kernel was compiled for."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _addressable(x: Tensor) -> Tensor:

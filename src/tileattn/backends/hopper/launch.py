@@ -151,9 +151,9 @@ def arguments(
     slopes, sink = inputs.alibi_slopes, inputs.sink
     sequences = out.shape[0] if table is None else table.shape[1] - 1
     if slopes is not None:
-        slopes = slopes.float().expand(sequences, -1).contiguous()
+        slopes = _aligned(slopes.float().expand(sequences, -1))
     if sink is not None:
-        sink = sink.float().contiguous()
+        sink = _aligned(sink.float())
     describe = _descriptor if table is None else _packed_descriptor
     tensors = inputs.q, inputs.k, inputs.v, out
     return (
@@ -166,6 +166,11 @@ def arguments(
         Modifiers(*plan.scales, slopes, sink),
         plan.mode,
     )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and at 16 bytes, as fresh memory is: what a kept kernel was compiled for."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Descriptor(TensorDescriptor):
