@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -111,6 +112,26 @@ def test_whoever_looks_sees_the_operators():
     with torch.profiler.profile() as profile:
         torch.autograd.grad(tileattn.attention(*tensors).sum(), tensors)
     assert {"tileattn::attention_forward", "tileattn::attention_backward"} <= {e.name for e in profile.events()}
+
+
+def by_dual_numbers(f, x, tangent):
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(x, tangent))
+
+
+def by_function_transform(f, x, tangent):
+    return torch.func.jvp(f, (x,), (tangent,))
+
+
+@pytest.mark.parametrize("jvp", [by_dual_numbers, by_function_transform])
+def test_forward_mode_is_refused_and_not_lost(jvp):
+    q, k, v = (x.detach() for x in qkv())
+    bias, slopes = torch.zeros(H, SQ, SK, dtype=q.dtype), torch.ones(H)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        jvp(lambda q: tileattn.attention(q, k, v), q, q)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        jvp(lambda bias: tileattn.attention(q, k, v, bias=bias, alibi_slopes=slopes), bias, bias)
+    jvp(lambda x: x + tileattn.attention(q, k, v).sum(), bias, bias)
 
 
 def test_gradcheck_of_every_input_at_once():

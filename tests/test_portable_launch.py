@@ -138,3 +138,17 @@ def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
             run(every[name], launches)
         assert launches.fresh == 0
     portable.tuning._lookup.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("switch", "tf32"),
+    [("fp32_precision", "tf32"), ("fp32_precision", "ieee"), ("allow_tf32", True), ("allow_tf32", False)],
+)
+def test_products_of_float32_have_the_precision_that_torch_was_told(switch, tf32):
+    problem, matmul = build(Case()).problem, torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        setattr(matmul, switch, tf32)
+        assert launch._precision(problem) == ("tf32" if tf32 in (True, "tf32") else "ieee")
+    finally:
+        matmul.fp32_precision = before

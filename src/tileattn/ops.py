@@ -6,11 +6,12 @@ the Problem (without checking it again) and hand it to the backend named in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tileattn import dispatch
 from tileattn.problem import Forward, Inputs, Problem, Wanted, aligned_strides
@@ -42,8 +43,9 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     two passes through the dispatcher, with arguments this many, take longer than all the rest of a call."""
     if _observed(inputs):
         return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
+    _refuse_tangents(inputs[:-2])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
-        return Forward(*_attend(problem, inputs, backend, observed=False))
+        return Forward(*_attend(problem, inputs, backend))
     return dispatch.load(backend).forward(problem, inputs)
 
 
@@ -58,6 +60,17 @@ def _observed(inputs: Inputs) -> bool:
         or torch._C._autograd._profiler_enabled()
         or not {type(x) for x in inputs[:-2]} <= _PLAIN
     )
+
+
+def _refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Kernels would lose them without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "tileattn: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not supported; use "
+            "standard attention where they are needed"
+        )
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
@@ -174,7 +187,7 @@ class _Attention(torch.autograd.Function):
         out, lse, *saved = ctx.saved_tensors
         middle, end = len(Inputs._fields) - 2, len(saved) - ctx.num_of_mask
         inputs = Inputs._make((*saved[:middle], tuple(saved[middle:end]), tuple(saved[end:])))
-        wanted = Wanted(*ctx.needs_input_grad[4:])
+        wanted = Wanted(*ctx.needs_input_grad[3:])
         gradients: tuple[Tensor | None, ...]
         if torch.is_grad_enabled() or _observed(inputs):
             flat = _flat(ctx.problem, inputs, ctx.backend)
@@ -183,12 +196,12 @@ class _Attention(torch.autograd.Function):
         else:
             backend = dispatch.load(dispatch.choose_backward(ctx.problem, ctx.backend))
             gradients = backend.backward(ctx.problem, inputs, Forward(out, lse), dout, dlse, wanted)
-        return None, None, None, None, *gradients
+        return None, None, None, *gradients
 
 
-def _attend(problem: Problem, inputs: Inputs, backend: str, observed: bool = True) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     differentiable = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink  # as in Wanted
-    return _Attention.apply(problem, inputs, backend, observed, *differentiable)
+    return _Attention.apply(problem, inputs, backend, *differentiable)
 
 
 class _Gradients(torch.autograd.Function):
@@ -211,6 +224,7 @@ def _autograd(operator: Any, record: Callable[..., tuple[Tensor, ...]]) -> Any:
     """Kernel of the Autograd dispatch key: `record` where a gradient is needed, else pass through."""
 
     def kernel(*args: Any) -> tuple[Tensor, ...]:
+        _refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return record(*args)
         with torch._C._AutoDispatchBelowAutograd():

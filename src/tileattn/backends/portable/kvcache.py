@@ -127,7 +127,7 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
         return Forward(out, lse)
     same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
     half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_memory, tf32)
     partial = None if plan.split.items == 0 else _workspace(p, plan.split, q)
     where = _where_of(x.table, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)

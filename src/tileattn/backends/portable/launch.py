@@ -99,7 +99,9 @@ def mode_of(
 
 
 def _precision(problem: Problem) -> str:
-    return "tf32" if problem.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """allow_tf32 tells the same, but fails once fp32_precision has been set."""
+    tf32 = problem.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"
 
 
 def block_dim_of(head_dim: int) -> int:
