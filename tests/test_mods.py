@@ -63,6 +63,11 @@ def test_a_program_and_its_derivative_do_what_the_function_does(name):
     torch.testing.assert_close(found.expand(score.shape), want)
 
 
+def test_a_program_knows_whether_it_reads_by_column():
+    by_column = {name for name, f in SCORE_MODS.items() if Program.parse(trace_score_mod(f).program).reads_by("col")}
+    assert by_column == {"table", "where", "replaced"}
+
+
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_score_mod_agrees_with_flex_attention(name):
     compare_with_flex(SCORE_MODS[name], None)

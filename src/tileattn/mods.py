@@ -104,6 +104,16 @@ class Program(NamedTuple):
         inputs, steps, output = json.loads(text)
         return Program(tuple(inputs), tuple((name, op, tuple(args)) for name, op, args in steps), output)
 
+    def reads_by(self, name: str) -> bool:
+        """Whether it reads a tensor at an index that depends on this input."""
+        dependent = {f"%{name}"}
+        for step, op, args in self.steps:
+            if not dependent.isdisjoint(args):
+                if op == "index":
+                    return True
+                dependent.add(f"%{step}")
+        return False
+
     def run(self, values: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Run on tensors that broadcast together (tile by tile, or whole). dtype: of floating constants, and of what
         is read from tensors, so that a product of two is not rounded to their dtype."""

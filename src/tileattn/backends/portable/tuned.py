@@ -77,7 +77,7 @@ def _tile(fields: Any, where: str, kernel: str) -> Tile:
         _power_of_two(fields[name], f"{where}.{name}", 16, 128)
     _power_of_two(fields["num_warps"], f"{where}.num_warps", 1, 16)
     _number(fields["num_stages"], f"{where}.num_stages", 1, 8)
-    for name in ("registers", "with_mask_mod"):
+    for name in ("registers", "masked_registers"):
         _number(fields.get(name, 0), f"{where}.{name}", 0, 255)
     for name in {"descriptors", "ranges"} & fields.keys():
         _typed(fields[name], f"{where}.{name}", bool)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tileattn.mods import Program
 from tileattn.problem import Problem
 
 Kernel = Literal["forward", "backward_kv", "backward_q"]
@@ -21,8 +22,8 @@ class Tile(NamedTuple):
 
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
-    their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. with_mask_mod: registers with a
-    mask_mod and nothing else that takes many.
+    their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
+    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many.
     """
 
     block_m: int
@@ -33,14 +34,14 @@ class Tile(NamedTuple):
     registers: int = 0
     ranges: bool = True
     dv: Tile | None = None
-    with_mask_mod: int = 0
+    masked_registers: int = 0
 
 
 # head_dim at most -> tile, for 16-bit dtypes
 Table = dict[Kernel, dict[int, Tile]]
 HOPPER: Table = {
     "forward": {
-        64: Tile(64, 128, 4, 2, True, with_mask_mod=168),
+        64: Tile(64, 128, 4, 2, True, masked_registers=168),
         128: Tile(64, 64, 4, 3, True),
         256: Tile(128, 64, 8, 2, True),
         512: Tile(64, 32, 8, 1),
@@ -103,11 +104,20 @@ INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEF
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
     tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
-    if p.has_bias or p.has_mask:  # prefetched as well: with a third stage no two programs fit on a multiprocessor
+    takes_shared = p.has_bias or p.has_mask
+    if kernel == "forward":
+        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.score_mod) or _reads_columns(p.mask_mod)
+    if takes_shared:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    if p.mask_mod and tile.with_mask_mod and not (p.score_mod or p.softcap or p.has_bias or p.has_mask or p.dropout_p):
-        return tile._replace(registers=tile.with_mask_mod)
+    masks = p.mask_mod or (p.window_left >= 0 and not p.has_alibi)
+    if masks and tile.masked_registers and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask):
+        tile = tile._replace(registers=tile.masked_registers)
     return tile
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_columns(program: str) -> bool:
+    return bool(program) and Program.parse(program).reads_by("col")
 
 
 @functools.lru_cache(maxsize=1024)
