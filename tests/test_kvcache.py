@@ -202,6 +202,7 @@ REFUSED = [
     ((Q, KC[:2], KC[:2]), {}, "k_cache: 2 sequences for a batch of 3"),
     ((Q, KC, KC, K), {}, "cache_seqlens: got None; where k and v are appended must be said"),
     ((Q, KC, KC.clone(), K), {"cache_seqlens": 1}, "v: got None; it may be left out only where"),
+    ((Q, *torch.stack([KC, KC]).unbind(0), K), {"cache_seqlens": 1}, "v: got None; it may be left out only where"),
     ((Q, KC, KC, None, K), {"cache_seqlens": 1}, "k: got None, but v is given"),
     ((Q, KC, KC, K.half(), K), {"cache_seqlens": 1}, "k: dtype torch.float16 differs from q's"),
     ((Q, KC, KC, K[..., :8], K), {"cache_seqlens": 1}, "k: shape (3, 1, 2, 8) does not fit k_cache's"),

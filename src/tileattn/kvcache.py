@@ -372,7 +372,7 @@ def _check_new(
         return None
     if cache_seqlens is None:
         raise TypeError("cache_seqlens: got None; where k and v are appended must be said")
-    if v is None and _readable() and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
+    if v is None and _readable() and not _within(v_cache, k_cache):
         raise TypeError("v: got None; it may be left out only where v_cache lives in k_cache's memory (MLA)")
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x is None:
@@ -395,6 +395,16 @@ def _check_new(
     if _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k) != batch:
         raise ValueError(f"cu_seqlens_k: {cu_seqlens_k.shape[0] - 1} sequences where cu_seqlens_q has {batch}")
     return cu_seqlens_k
+
+
+def _within(v_cache: Tensor, k_cache: Tensor) -> bool:
+    """Whether values are dims of the keys. Caches of both may share memory and lie side by side."""
+    first = v_cache.storage_offset() - k_cache.storage_offset()
+    return (
+        v_cache.untyped_storage()._cdata == k_cache.untyped_storage()._cdata
+        and v_cache.stride()[:3] == k_cache.stride()[:3]
+        and 0 <= first <= k_cache.shape[3] - v_cache.shape[3]
+    )
 
 
 def _check_lengths(
