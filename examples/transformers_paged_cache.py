@@ -28,7 +28,9 @@ class PagedCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.active = slice(None)  # the sequences that the model now sees
 
-    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+    def attend(
+        self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **kwargs
+    ):
         """Transformers' attention function: (batch, heads, rows, head_dim), the new tokens' alone."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = attention_with_kvcache(
@@ -40,7 +42,10 @@ class PagedCache:
             cache_seqlens=self.lengths[self.active],
             block_table=self.table[self.active],
             causal=True,
+            window=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
             scale=scaling,
+            softcap=softcap,
+            sink=kwargs.get("s_aux"),
         )
         return out, None
 

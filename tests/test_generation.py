@@ -36,3 +36,18 @@ def test_smollm2_writes_the_same_from_a_paged_cache(smollm2):
     written = example["generate"](model, prompts, 16, chunk=13)
     assert torch.equal(written, example["standard"](model, prompts, 16))
     assert "Paris" in tokenizer.decode(written[1])
+
+
+def test_a_model_with_windows_and_a_soft_cap_writes_the_same_from_a_paged_cache():
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    example = runpy.run_path(str(EXAMPLE))
+    config = Gemma2Config(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=8, attn_logit_softcapping=2.0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7)]
+    assert torch.equal(example["generate"](model, prompts, 20, chunk=16), example["standard"](model, prompts, 20))
