@@ -184,8 +184,16 @@ def test_files_that_are_wrong_are_refused_in_a_sentence_that_says_where(content,
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--out", "no/such/folder/tiles.json"]])
-def test_tune_says_what_it_lacks(arguments, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs a GPU"),
+        (["--out", "no/such/folder/tiles.json"], "no/such/folder is not a directory"),
+        (["--out", "."], "or . is one"),
+        (["--head-dims", "64", "2048"], "--head-dims 2048: the kernels serve head dims up to 1024"),
+    ],
+)
+def test_tune_says_what_it_lacks(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(arguments))
     assert main(["tune", *arguments]) == 2
-    assert ("no/such/folder is not a directory" if arguments else "needs a GPU") in capsys.readouterr().err
+    assert words in capsys.readouterr().err

@@ -48,9 +48,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UserError("needs a GPU that PyTorch can use; there is none here")
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: {args.out.parent} is not a directory")
-    from tileattn.backends.portable import search, tuned, tuning
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: {args.out.parent} is not a directory, or {args.out} is one")
+    from tileattn.backends.portable import MAX_HEAD_DIM, search, tuned, tuning
+
+    if max(args.head_dims) > MAX_HEAD_DIM:
+        raise UserError(f"--head-dims {max(args.head_dims)}: the kernels serve head dims up to {MAX_HEAD_DIM}")
 
     dtype, device = shapes.DTYPES[args.dtype], torch.device("cuda", torch.cuda.current_device())
     trials = search.trials_for(args.head_dims, dtype, device)
