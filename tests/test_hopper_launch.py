@@ -9,8 +9,9 @@ import triton
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_compiling import CompileDriver
 from oracle import Case, build
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tileattn.backends.hopper import backward_launch, launch
+from tileattn.backends.hopper import backward_launch, launch, schedule
 from tileattn.problem import Forward, Wanted
 
 BASE = Case(num_heads=4, num_heads_k=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
@@ -86,6 +87,23 @@ def test_modifiers_may_start_anywhere(launches):
     for change in (lambda x: x, odd):
         launch.forward(call.problem, call.inputs._replace(alibi_slopes=change(slopes), sink=change(sink)))
     assert [len(kernels) for kernels in launches.compiled_for.values()] == [1]
+
+
+def test_a_counter_that_is_kept_comes_from_no_pool_of_this_thread(monkeypatch):
+    """Dispatch modes, as memory pools, are a thread's own."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(schedule, "_counters", {})
+
+    class Nowhere(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Nowhere():
+        counter = schedule.counter_for(torch.device("cpu"), 1)
+        assert schedule.counter_for(torch.device("cpu"), 1) is counter
+        other = schedule.counter_for(torch.device("cpu"), 2)
+    assert (counter.dtype, counter.tolist(), other.tolist()) == (torch.int32, [0], [0])
+    assert other.data_ptr() != counter.data_ptr()
 
 
 def test_packed_sequences_of_all_lengths_share_a_kernel(launches):

@@ -176,6 +176,20 @@ def test_only_a_strided_last_dim_is_copied():
     assert torch.equal(inputs.k, k)
 
 
+def test_what_torch_negates_lazily_is_negated_for_kernels():
+    bias, slopes, sink = (torch.rand(*n, dtype=torch.complex64).conj().imag for n in ((H, SQ, SK), (H,), (H,)))
+    read = {"bias": bias, "alibi_slopes": slopes, "sink": sink}
+    _, inputs = Problem.of(**dense(**read), score_mod=lambda score, b, h, row, col: score + sink[h])
+    for name, x in read.items():
+        got = getattr(inputs, name)
+        assert x.is_neg()
+        assert not got.is_neg()
+        assert torch.equal(got.squeeze(0), x)
+    assert not any(x.is_neg() for x in inputs.score_mod_tensors)
+    strided = torch.rand(B, SQ, H, D, dtype=torch.complex64).conj().imag
+    assert not Problem.of(**dense(q=strided))[1].q.is_neg()
+
+
 def test_calls_that_were_checked_are_forgotten_when_they_are_many(monkeypatch):
     monkeypatch.setattr(problem_module, "_checked", dict.fromkeys(range(5)))
     monkeypatch.setattr(problem_module, "MAX_CHECKED", 4)  # so threads that came together have put in one too many

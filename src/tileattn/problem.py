@@ -8,7 +8,7 @@ both and never check again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class Inputs(NamedTuple):
     bias, mask: four dims, each either 1 or that of (batch, num_heads, seqlen_q, seqlen_k), any strides;
     varlen: the same with row and column counted inside each sequence.
     alibi_slopes: (1 or batch, num_heads); sink: (num_heads,); both of any floating dtype.
+    No tensor is negated lazily, as the imaginary part of x.conj() is: kernels read memory as it is.
     dropout_seed: int64, one element.
     block_mask: uint8 (1 or batch, 1 or num_heads, q_blocks, k_blocks), contiguous: 0 skipped, 1 partial, 2 full (mask
     and mask_mod do not apply).
@@ -224,8 +225,8 @@ class Problem:
             cu_seqlens_k=cu_seqlens_k,
             dropout_seed=_check_dropout_seed(dropout_seed, dropout_p, q.device),
             block_mask=blocks,
-            score_mod_tensors=() if of_score is None else tuple(t.detach() for t in of_score.tensors),
-            mask_mod_tensors=() if of_mask is None else tuple(t.detach() for t in of_mask.tensors),
+            score_mod_tensors=() if of_score is None else _as_read(of_score.tensors),
+            mask_mod_tensors=() if of_mask is None else _as_read(of_mask.tensors),
         )
         if key is not None and not problem.dropout_p and not isinstance(causal, Tensor):  # with dropout a seed is drawn
             if len(_checked) >= MAX_CHECKED:  # more, if threads come together
@@ -261,6 +262,10 @@ def aligned_strides(*tensors: Tensor) -> bool:
         for x in tensors
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     )
+
+
+def _as_read(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t.detach().resolve_neg() for t in tensors)
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
@@ -439,7 +444,7 @@ def _check_bias(bias: Tensor | None, scores: tuple[int, int, int, int], device: 
     if bias.dtype not in DTYPES:
         raise TypeError(f"bias: dtype {bias.dtype} is not supported; use a floating dtype")
     _check_device("bias", bias, device)
-    return _check_broadcast("bias", bias, scores)
+    return _check_broadcast("bias", bias.resolve_neg(), scores)
 
 
 def _check_mask(mask: Tensor | None, scores: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
@@ -466,6 +471,7 @@ def _check_alibi_slopes(slopes: Tensor | None, batch: int, num_heads: int, devic
             f"= ({batch}, {num_heads})"
         )
     _check_device("alibi_slopes", slopes, device)
+    slopes = slopes.resolve_neg()
     return slopes.reshape(1, num_heads) if slopes.dim() == 1 else slopes
 
 
@@ -478,7 +484,7 @@ def _check_sink(sink: Tensor | None, num_heads: int, device: torch.device) -> Te
     if tuple(sink.shape) != (num_heads,):
         raise ValueError(f"sink: shape {tuple(sink.shape)}, expected (num_heads,) = ({num_heads},)")
     _check_device("sink", sink, device)
-    return sink
+    return sink.resolve_neg()
 
 
 def _check_block_mask(block_mask: BlockMask, scores: tuple[int, int, int, int], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ fit into L2 together; packed sequences longest first, by a table made on the GPU
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -214,13 +215,24 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counter_for(device: torch.device, stream: int) -> Tensor:
-    """A counter at 0 that no launch in flight uses: each stream has its own, and so has each captured launch."""
+    """A counter at 0 that no launch in flight uses: each stream has its own, and so has each captured launch.
+
+    One that is kept is made by a thread of its own, once. What this thread allocates may belong to a memory pool that
+    is taken back, as where torch.compile(mode="reduce-overhead") runs a graph before it captures it.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, stream
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
+    counter = _counters.get((device, stream))
+    if counter is None:
+        with ThreadPoolExecutor(1) as other:
+            made = other.submit(_counter, device).result()
+        counter = _counters.setdefault((device, stream), made)  # another thread's, if that was quicker
+    return counter
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Copied, for a copy from the host has happened when it returns: any stream may use it."""
+    return torch.zeros(1, dtype=torch.int32, device="cpu").to(device)
 
 
 class KeyGrid(NamedTuple):
