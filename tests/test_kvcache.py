@@ -200,6 +200,11 @@ REFUSED = [
     ((Q[:, :, :3], KC, KC), {}, "q: 3 heads is not a multiple of k_cache's 2 heads"),
     ((Q, KC.transpose(1, 3), KC), {}, "k_cache: last dim has stride"),
     ((Q, KC[:2], KC[:2]), {}, "k_cache: 2 sequences for a batch of 3"),
+    (
+        (Q, PAGES[:0], PAGES[:0]),
+        {"block_table": TABLE, "cache_seqlens": 0},
+        "k_cache: shape (0, 16, 2, 32) has no pages",
+    ),
     ((Q, KC, KC, K), {}, "cache_seqlens: got None; where k and v are appended must be said"),
     ((Q, KC, KC.clone(), K), {"cache_seqlens": 1}, "v: got None; it may be left out only where"),
     ((Q, *torch.stack([KC, KC]).unbind(0), K), {"cache_seqlens": 1}, "v: got None; it may be left out only where"),
@@ -234,6 +239,11 @@ REFUSED = [
     ((Q, KC, KC), {"cache_leftpad": LENGTHS, "cache_seqlens": 50}, "cache_leftpad: [70, 3, 45] must lie between 0 and"),
     ((Q, KC, KC), {"rotary_cos": COS, "rotary_sin": COS}, "rotary_cos: nothing is appended"),
     ((Q, KC, KC, K, K), {"cache_seqlens": 1, "rotary_cos": COS}, "rotary_sin: got None"),
+    (
+        (Q, KC, KC, K, K),
+        {"cache_seqlens": 0, "rotary_cos": COS[:0], "rotary_sin": COS[:0]},
+        "of shape (0, 8), expected",
+    ),
     (
         (Q, KC, KC, K, K),
         {"cache_seqlens": 90, "rotary_cos": COS[:80], "rotary_sin": COS[:80]},

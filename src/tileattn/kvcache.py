@@ -295,6 +295,8 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 def _check_table(
     block_table: Tensor | None, cache_batch_idx: Tensor | None, k_cache: Tensor, batch: int
 ) -> Tensor | None:
+    if batch and not len(k_cache):
+        raise ValueError(f"k_cache: shape {tuple(k_cache.shape)} has no pages for a batch of {batch}")
     if cache_batch_idx is not None:
         _check_indices("cache_batch_idx", cache_batch_idx, k_cache, (batch,))
         rows = k_cache.shape[0] if block_table is None else len(block_table)
@@ -482,7 +484,7 @@ def _check_rotary(
         if x is None:
             raise TypeError(f"{name}: got None; both rotary_cos and rotary_sin are needed")
         _check_tensor(name, x)
-        if x.dim() != 2 or x.dtype not in DTYPES or not 0 < 2 * x.shape[1] <= q.shape[-1]:
+        if x.dim() != 2 or x.dtype not in DTYPES or not 0 < 2 * x.shape[1] <= q.shape[-1] or not len(x):
             raise ValueError(
                 f"{name}: {x.dtype} of shape {tuple(x.shape)}, expected floating (positions, rotary_dim / 2) with "
                 f"rotary_dim at most head_dim = {q.shape[-1]}"
