@@ -66,6 +66,16 @@ def test_oracle_rule(name):
     expect_rule(Kernel(), build(SMALL.but(**CASES[name])))
 
 
+@pytest.mark.parametrize("name", ["tails", "causal_tails", "head_dim_128_unaligned", "window_far_left"])
+def test_keys_past_the_end_add_nothing_however_low_all_scores_are(name):
+    """Such a key is zeros, with a score of 0: beside a lse of -300 its exponential is infinite."""
+    problem, inputs, *gradients = build(SMALL.but(**CASES[name]))
+    q, k = inputs.q.abs() + 6, -inputs.k.abs() - 6
+    call = Call(problem, inputs._replace(q=q, k=k), *gradients)
+    assert standard_attention(*call[:2], torch.float64).lse.max() < -300
+    expect_rule(Kernel(), call)
+
+
 @pytest.mark.parametrize(
     "name",
     ["head_dim_256_causal", "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window"],
