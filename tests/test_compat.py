@@ -389,6 +389,9 @@ def test_flash_attn_3_counts_only_used_rows_of_q_and_k():
         torch.testing.assert_close(lse[:, rows], alone.lse[0])
     assert (out[5:8] == 0).all()
     assert (lse[:, 5:8] == float("-inf")).all()
+    for faulty in (used_k + 1, used_k - 5):
+        with pytest.raises(ValueError, match="seqused, leftpad: rows"):
+            flash_attn_interface.flash_attn_varlen_func(q, k, v, *lengths, seqused_k=faulty)
 
 
 def test_flash_attn_3_combines_parts():

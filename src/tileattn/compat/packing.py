@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tileattn.kvcache import _check_pages
+from tileattn.kvcache import _check_pages, _readable
 
 
 class Packed(NamedTuple):
@@ -38,6 +38,11 @@ def used_rows(packed: Packed, leftpad: Tensor | None, seqused: Tensor | None) ->
         stops = starts + seqused
     if leftpad is not None:
         starts = starts + leftpad
+    if _readable(starts, stops) and ((stops < starts) | (stops > packed.cu_seqlens[1:])).any():
+        raise ValueError(
+            f"seqused, leftpad: rows {starts.tolist()} to {stops.tolist()} are not within the sequences, whose rows "
+            f"start and end at {packed.cu_seqlens.tolist()}"
+        )
     cu_seqlens = torch.nn.functional.pad((stops - starts).cumsum(0), (1, 0)).int()
     sequence, position = _places(cu_seqlens)
     rows = starts[sequence] + position
