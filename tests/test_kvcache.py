@@ -178,6 +178,13 @@ def test_backward_is_refused_in_words_and_forward_is_not():
         out.sum().backward()
 
 
+def test_forward_mode_is_refused_and_not_lost():
+    call = build(BASE)
+    q, *others = call.args
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: tileattn.attention_with_kvcache(q, *others, **call.options), (q,), (q,))
+
+
 def test_inference_mode_may_have_inference_tensors_or_others():
     call = build(BASE.but(new=1))
     with torch.inference_mode():

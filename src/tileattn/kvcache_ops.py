@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tileattn.backends import CacheBackend
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
+from tileattn.ops import refuse_tangents
 from tileattn.problem import Forward
 
 BACKENDS = ("cpu", "portable")  # in order of preference
@@ -173,6 +174,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _attend_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents(args)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
         return _Attend.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():

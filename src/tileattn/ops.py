@@ -43,7 +43,7 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     two passes through the dispatcher, with arguments this many, take longer than all the rest of a call."""
     if _observed(inputs):
         return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
-    _refuse_tangents(inputs[:-2])
+    refuse_tangents(inputs[:-2])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
         return Forward(*_attend(problem, inputs, backend))
     return dispatch.load(backend).forward(problem, inputs)
@@ -62,7 +62,7 @@ def _observed(inputs: Inputs) -> bool:
     )
 
 
-def _refuse_tangents(tensors: Iterable[Any]) -> None:
+def refuse_tangents(tensors: Iterable[Any]) -> None:
     """Kernels would lose them without a word."""
     if forward_ad._current_level < 0:
         return
@@ -224,7 +224,7 @@ def _autograd(operator: Any, record: Callable[..., tuple[Tensor, ...]]) -> Any:
     """Kernel of the Autograd dispatch key: `record` where a gradient is needed, else pass through."""
 
     def kernel(*args: Any) -> tuple[Tensor, ...]:
-        _refuse_tangents(args)
+        refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return record(*args)
         with torch._C._AutoDispatchBelowAutograd():
