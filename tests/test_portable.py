@@ -123,6 +123,20 @@ def test_a_bias_may_hold_anything_beyond_its_sequences(lengths):
     check_call(portable, call._replace(inputs=call.inputs._replace(bias=bias)))
 
 
+@pytest.mark.parametrize("columns", [64, 88, 96])
+def test_a_table_is_read_where_a_mod_says_though_it_is_loaded_in_groups(columns):
+    """Of tables with as many columns as keys, the last tile whole or not, and with more of them."""
+    call = build(SMALL.but(seqlen_k=min(columns, 88), dtype=torch.float16, causal=True))
+    table, allowed = torch.randn(2, 70, columns).half(), torch.rand(70, columns) < 0.8
+    problem, inputs = Problem.of(
+        *call.inputs[:3],
+        causal=True,
+        score_mod=lambda score, b, h, row, col: score * table[h % 2, row, col] + table[0, row, col],
+        mask_mod=lambda b, h, row, col: allowed[row, col],
+    )
+    check_call(portable, call._replace(problem=problem, inputs=inputs))
+
+
 SHARED = {  # with blocks that are empty, full and neither
     "documents": torch.arange(150)[:, None] // 130 == torch.arange(300) // 130,
     "keys": torch.arange(300)[None, :] < 140,

@@ -111,11 +111,12 @@ def test_a_document_mask_leaves_programs_room_on_a_multiprocessor_of_hopper(head
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["bias", "mask"])
-def test_a_dense_bias_or_mask_is_loaded_in_groups_of_8_columns_on_hopper(name, head_dim):
-    x = torch.zeros(1, 2, 64, 64, dtype={"bias": torch.bfloat16, "mask": torch.bool}[name])
+@pytest.mark.parametrize("name", ["bias", "mask", "score_mod"])
+def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_hopper(name, head_dim):
+    bias, mask = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.ones(1, 2, 64, 64, dtype=torch.bool)
+    change = {"bias": bias, "mask": mask, "score_mod": lambda score, b, h, row, col: score + bias[0, h, row, col]}[name]
     wanted = Wanted(bias=name == "bias")
-    for found in compile_call(*problem(head_dim, **{name: x}), TARGETS["sm90"], tuning.HOPPER, wanted):
+    for found in compile_call(*problem(head_dim, **{name: change}), TARGETS["sm90"], tuning.HOPPER, wanted):
         assert not re.findall(r"LDG\S*\.[US](?:8|16)\b", found.kernel.asm["sass"]), f"{found.name}: narrow loads"
         assert found.spills == 0, f"{found.name}: {found.spills} bytes spilled"
         assert programs_of(found) >= 2, f"{found.name}: {found.registers} registers, {found.shared} bytes"

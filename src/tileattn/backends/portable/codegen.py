@@ -26,9 +26,9 @@ from tileattn.problem import Inputs, Problem
 
 BOOL, INT, FLOAT = torch.bool, torch.int32, torch.float32
 INPUTS = {"score": FLOAT, "grad": FLOAT, "b": INT, "h": INT, "row": INT, "col": INT}
-# What a kernel knows of each tensor that a program may read when it is compiled: its dtype, and for each dim a factor
-# of the stride, or 0 if that is 1.
-Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+# What a kernel knows of each tensor that a program may read when it is compiled: its dtype, for each dim a factor of
+# the stride, or 0 if that is 1, and whether all rows are groups of 8 elements that begin at multiples of 8.
+Layout = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
 _SAME = {"abs": "tl.abs({})", "neg": "-{}", "sign": "sign({})"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
@@ -79,7 +79,11 @@ def captured_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    return tuple((tensor.dtype, tuple(map(_factor, tensor.stride()))) for tensor in tensors)
+    return tuple((x.dtype, tuple(map(_factor, x.stride())), _in_groups(x)) for x in tensors)
+
+
+def _in_groups(x: Tensor) -> bool:
+    return x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
 
 
 def _factor(stride: int) -> int:
@@ -88,7 +92,7 @@ def _factor(stride: int) -> int:
 
 def _places(layout: Layout) -> int:
     """How many places of the captured tuple are theirs."""
-    return sum(1 + 2 * len(factors) for _, factors in layout)
+    return sum(1 + 2 * len(factors) for _, factors, _ in layout)
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,7 +162,7 @@ class _Writer:
         return _Value(code, dtype, _axes(values))
 
     def index(self, tensor: int, at: list[Any]) -> _Value:
-        (dtype, factors), place = self.layout[tensor], self.places[tensor]
+        (dtype, factors, in_groups), place = self.layout[tensor], self.places[tensor]
         pointer = f"captured[{place}]"
         for i, factor, at_size in zip(at, factors, range(place + 1, place + 1 + 2 * len(at), 2), strict=True):
             length = f"size(captured[{at_size}])"
@@ -169,7 +173,11 @@ class _Writer:
                 if code not in ("b", "h", "row", "col"):  # those are never negative
                     code = f"tl.where({code} < 0, {code} + {length}, {code})"
             # never outside of the tensor, whatever the function computes for scores that are hidden in the end
-            pointer += f" + tl.maximum(tl.minimum({code}, {length} - 1), 0).to(tl.int64)"
+            if code == "col" and not factor and in_groups:  # loads of 8
+                code = f"(tl.minimum(col // 8, {length} // 8 - 1) * 8 + col % 8)"
+            else:
+                code = f"tl.maximum(tl.minimum({code}, {length} - 1), 0)"
+            pointer += f" + {code}.to(tl.int64)"
             pointer += f" * (size(captured[{at_size + 1}]) * {factor})" if factor else ""
         if dtype.is_floating_point:
             return _Value(f"tl.load({pointer}).to(tl.float32)", FLOAT, _axes(at))

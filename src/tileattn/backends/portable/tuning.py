@@ -104,9 +104,9 @@ INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEF
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
     tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
-    takes_shared = p.has_bias or p.has_mask
+    takes_shared = p.has_bias or p.has_mask or _reads_columns(p.score_mod)
     if kernel == "forward":
-        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.score_mod) or _reads_columns(p.mask_mod)
+        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod)
     if takes_shared:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     masks = p.mask_mod or (p.window_left >= 0 and not p.has_alibi)

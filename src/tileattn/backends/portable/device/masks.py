@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tileattn import block_mask
-from tileattn.backends.portable.device.scores import inside, load_modifier
+from tileattn.backends.portable.device.scores import load_modifier, rows_inside
 
 SKIPPED, FULL = tl.constexpr(block_mask.SKIPPED), tl.constexpr(block_mask.FULL)
 
@@ -92,14 +92,13 @@ def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
         mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head, True)
         allowed = allowed & (mask != 0)
     if mode.mask_mod is not None:
-        row, col = inside(rows, cols, in_head)
-        allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, col, in_head.captured, mode.exact)
+        row = rows_inside(rows, in_head)
+        allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
     if mode.kinds == "of a tile":
         kind = kind_at(start_m, start_n, in_head)
         return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
     elif mode.kinds == "of each score":
-        row, col = inside(rows, cols, in_head)
-        kind = kind_at(row, col, in_head)
+        kind = kind_at(rows_inside(rows, in_head), tl.minimum(cols, in_head.seqlen_k - 1), in_head)
         return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
     else:
         return allowed

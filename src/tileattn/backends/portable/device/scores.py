@@ -50,17 +50,17 @@ def _at(ptr, batch, head, stride_batch, stride_head):
 
 
 @triton.jit
-def inside(rows, cols, in_head):
-    """Rows and columns as mods get them: those that a tile has beyond the sequence are the last ones."""
-    return tl.minimum(rows, in_head.seqlen_q - 1), tl.minimum(cols, in_head.seqlen_k - 1)
+def rows_inside(rows, in_head):
+    """Those that a tile has beyond the sequence are the last one. (Columns beyond it need no such care, but for reads:
+    what becomes of them is masked, or not stored.)"""
+    return tl.minimum(rows, in_head.seqlen_q - 1)
 
 
 @triton.jit
 def load_modifier(ptr, rows, cols, stride_row, stride_col, ALIGN: tl.constexpr, in_head, CHECK: tl.constexpr):
     """A tile of a bias or mask; without CHECK, of columns inside the sequence. What lies beyond it is anything that the
     tensor holds, or 0: a bound for each row or column would make a load of each element."""
-    rows = tl.minimum(rows, in_head.seqlen_q - 1)
-    ptrs = ptr + rows.to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col
+    ptrs = ptr + rows_inside(rows, in_head).to(tl.int64) * stride(stride_row, ALIGN) + cols.to(tl.int64) * stride_col
     if CHECK:
         return tl.load(ptrs, mask=cols < tl.cdiv(in_head.seqlen_k, ALIGN) * ALIGN, other=0)
     else:
@@ -164,8 +164,8 @@ def score_tile(qk, rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
             s += b.to(tl.float32)
         if mode.score_mod is not None:
             raw = s
-            row, col = inside(rows, cols, in_head)
-            s = mode.score_mod(s, in_head.batch, in_head.head, row, col, in_head.captured, mode.exact)
+            row = rows_inside(rows, in_head)
+            s = mode.score_mod(s, in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
         s = from_natural(s, mode)
     return s, capped, raw
 
@@ -174,8 +174,8 @@ def score_tile(qk, rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
 def unmodify(ds, p, raw, rows, cols, in_head, mode):
     """From the gradient of scores to that of what score_mod got; nothing flows where the probability is 0."""
     if mode.score_derivative is not None:
-        row, col = inside(rows, cols, in_head)
-        ds = mode.score_derivative(raw, in_head.batch, in_head.head, row, col, ds, in_head.captured, mode.exact)
+        row = rows_inside(rows, in_head)
+        ds = mode.score_derivative(raw, in_head.batch, in_head.head, row, cols, ds, in_head.captured, mode.exact)
         return tl.where(p > 0.0, ds, 0.0)
     else:
         return ds
