@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from oracle import ALL_DIMS, Case, build, wanted
 from triton import language as tl
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tileattn.backends import portable
@@ -152,3 +153,25 @@ def test_products_of_float32_have_the_precision_that_torch_was_told(switch, tf32
         assert launch._precision(problem) == ("tf32" if tf32 in (True, "tf32") else "ieee")
     finally:
         matmul.fp32_precision = before
+
+
+class Greedy:
+    """A kernel that finds shared memory for so many stages."""
+
+    def __init__(self, stages):
+        self.stages = stages
+
+    def __getitem__(self, programs):
+        return self.run
+
+    def run(self, num_stages, **_):
+        if num_stages > self.stages:
+            raise OutOfResources(237568, 232448, "shared memory")
+        return num_stages
+
+
+def test_fewer_stages_where_shared_memory_runs_out():
+    too_much = launch.Launch(1, portable.tuning.Tile(128, 64, 8, 3), ())
+    assert [launch.start(Greedy(stages), too_much) for stages in (3, 2, 1)] == [3, 2, 1]
+    with pytest.raises(OutOfResources):
+        launch.start(Greedy(0), too_much)

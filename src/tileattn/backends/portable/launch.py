@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tileattn.backends.entry import observed
@@ -307,9 +308,16 @@ def _kept(*_alike: Any) -> dict[Any, Kept]:
 
 
 def start(kernel: Any, launch: Launch) -> Any:
-    """Launch by way of Triton's own look-up, which compiles if need be. Returns the compiled kernel; None from the
+    """Launch by way of Triton's own look-up, which compiles if need be; with fewer stages than the tile says if what
+    scores read, prefetched, takes more shared memory than there is. Returns the compiled kernel; None from the
     interpreter."""
-    return kernel[(launch.programs,)](*launch.args, **compile_options(launch.tile))
+    tile = launch.tile
+    try:
+        return kernel[(launch.programs,)](*launch.args, **compile_options(tile))
+    except OutOfResources:
+        if tile.num_stages == 1:
+            raise
+    return start(kernel, launch._replace(tile=tile._replace(num_stages=tile.num_stages - 1)))
 
 
 def compile_options(tile: Tile) -> dict[str, int]:
