@@ -93,6 +93,7 @@ def programs_of(found):
         (64, 2, {"dropout_p": 0.1, "dropout_seed": 1}),
         (128, 2, {"causal": True}),
         (128, 2, {"dropout_p": 0.1, "dropout_seed": 1}),
+        (128, 2, {"block_mask": BlockMask.from_blocks(torch.eye(2, dtype=torch.bool), 48)}),
     ],
 )
 def test_programs_share_a_multiprocessor_of_hopper(head_dim, programs, options):

@@ -105,11 +105,12 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
     tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
     takes_shared = p.has_bias or p.has_mask or _reads_columns(p.score_mod)
+    small_blocks = any(size % step for size, step in zip(p.block_size, tile[:2], strict=False))  # a look-up each score
     if kernel == "forward":
-        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod)
+        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod) or small_blocks
     if takes_shared:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    masks = p.mask_mod or (p.window_left >= 0 and not p.has_alibi)
+    masks = (p.mask_mod or (p.window_left >= 0 and not p.has_alibi)) and not small_blocks
     if masks and tile.masked_registers and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask):
         tile = tile._replace(registers=tile.masked_registers)
     return tile
