@@ -16,7 +16,7 @@ SUITES = {"kernels": ("test_portable.py", "test_codegen.py"), "kvcache": ("test_
 def test_portable_backend_in_the_interpreter(suites):
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto"),
             *(str(Path(__file__).with_name(name)) for name in suites),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
