@@ -50,32 +50,39 @@ def measure_pairs(
 ) -> list[dict[str, Any]]:
     """Rows of a cell: forward, then backward. scores: that one head of one batch has, on average; they are what FLOPs
     are counted of, 2.5 times as many backward as forward."""
-    batch, heads = TOKENS // seqlen, WIDTH // head_dim
     rows = []
     for place, direction in enumerate(("forward", "backward")):
         with torch.set_grad_enabled(direction == "backward"):
             found = measure({name: pair[place] for name, pair in pairs.items()}, rounds)
-        flops = 4 * batch * heads * scores * head_dim * (2.5 if direction == "backward" else 1.0)
-        rows += [
-            {
-                "impl": name,
-                "direction": direction,
-                "dtype": "bfloat16",
-                "batch": batch,
-                "heads": heads,
-                "heads_k": heads,
-                "seqlen_q": seqlen,
-                "seqlen_k": seqlen,
-                "head_dim": head_dim,
-                "head_dim_v": head_dim,
-                "causal": causal,
-                "variant": variant,
-                "ms": round(ms, 4),
-                "tflops": round(flops / ms * 1e-9, 1),
-            }
-            for name, ms in found.items()
-        ]
+        rows += rows_of(found, direction, seqlen, head_dim, causal, variant, scores)
     return rows
+
+
+def rows_of(
+    found: dict[str, float], direction: str, seqlen: int, head_dim: int, causal: bool, variant: str, scores: float
+) -> list[dict[str, Any]]:
+    """Rows of milliseconds by implementation."""
+    batch, heads = TOKENS // seqlen, WIDTH // head_dim
+    flops = 4 * batch * heads * scores * head_dim * (2.5 if direction == "backward" else 1.0)
+    return [
+        {
+            "impl": name,
+            "direction": direction,
+            "dtype": "bfloat16",
+            "batch": batch,
+            "heads": heads,
+            "heads_k": heads,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim,
+            "causal": causal,
+            "variant": variant,
+            "ms": round(ms, 4),
+            "tflops": round(flops / ms * 1e-9, 1),
+        }
+        for name, ms in found.items()
+    ]
 
 
 def stamp(commit: str | None) -> dict[str, Any]:

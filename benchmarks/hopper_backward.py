@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import TOKENS, WIDTH, backward_of, measure, write
+from common import TOKENS, WIDTH, backward_of, measure, rows_of, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,26 +37,8 @@ def implementations(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool)
 def cell(seqlen: int, head_dim: int, causal: bool, rounds: int) -> list[dict[str, Any]]:
     batch, heads = TOKENS // seqlen, WIDTH // head_dim
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    flops = 10 * TOKENS * seqlen * WIDTH / (2 if causal else 1)
-    return [
-        {
-            "impl": name,
-            "direction": "backward",
-            "dtype": "bfloat16",
-            "batch": batch,
-            "heads": heads,
-            "heads_k": heads,
-            "seqlen_q": seqlen,
-            "seqlen_k": seqlen,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim,
-            "causal": causal,
-            "variant": "",
-            "ms": round(ms, 4),
-            "tflops": round(flops / ms * 1e-9, 1),
-        }
-        for name, ms in measure(implementations(*tensors, causal), rounds).items()
-    ]
+    found = measure(implementations(*tensors, causal), rounds)
+    return rows_of(found, "backward", seqlen, head_dim, causal, "", seqlen**2 / (2 if causal else 1))
 
 
 def main() -> None:

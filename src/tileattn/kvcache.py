@@ -11,7 +11,7 @@ q with its last key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,6 +144,28 @@ class CacheProblem:
         )
 
     @staticmethod
+    def describing(inputs: CacheInputs, **scalars: Any) -> CacheProblem:
+        """The call that checked inputs and the fields that no tensor tells make."""
+        q, k_cache, v_cache, table = inputs[:4]
+        cu_seqlens_q = inputs.cu_seqlens_q
+        return CacheProblem(
+            batch=cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
+            num_heads=q.shape[-2],
+            num_heads_k=k_cache.shape[2],
+            head_dim=q.shape[-1],
+            head_dim_v=v_cache.shape[3],
+            dtype=q.dtype,
+            device=q.device,
+            page_size=k_cache.shape[1],
+            capacity=_capacity(k_cache, table),
+            varlen=cu_seqlens_q is not None,
+            has_mask=inputs.mask is not None,
+            has_alibi=inputs.alibi_slopes is not None,
+            has_sink=inputs.sink is not None,
+            **scalars,
+        )
+
+    @staticmethod
     def of(
         q: Tensor,
         k_cache: Tensor,
@@ -181,8 +203,7 @@ class CacheProblem:
         else:
             batch, seqlen_q = q.shape[:2]
         table = _check_table(block_table, cache_batch_idx, k_cache, batch)
-        page_size = k_cache.shape[1]
-        capacity = page_size * (1 if table is None else table.shape[1])
+        capacity = _capacity(k_cache, table)
         cu_seqlens_k = _check_new(q, k, v, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens, batch)
         seqlen_new = k.shape[1] if k is not None and not varlen else 0
         lengths = _check_lengths(cache_seqlens, seqlen_new, cu_seqlens_k, capacity, batch, q.device)
@@ -192,32 +213,20 @@ class CacheProblem:
         rows = (seqlen_q, seqlen_new) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
         _check_rotary(rotary_cos, rotary_sin, q, k, lengths, *rows)
         left, right = _check_window(window)
-        problem = CacheProblem(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            num_heads=q.shape[-2],
-            num_heads_k=k_cache.shape[2],
-            head_dim=q.shape[-1],
-            head_dim_v=v_cache.shape[3],
-            dtype=q.dtype,
-            device=q.device,
-            page_size=page_size,
-            capacity=capacity,
-            seqlen_cache=0 if isinstance(lengths, Tensor) else lengths,
-            scale=_check_scale(scale, q.shape[-1]),
-            seqlen_new=seqlen_new,
-            window_left=left,
-            window_right=0 if causal else right,
-            softcap=_check_softcap(softcap),
-            rotary_interleaved=bool(rotary_interleaved),
-            split_size=_check_split_size(split_size),
-            varlen=varlen,
-            has_mask=mask is not None,
-            has_alibi=alibi_slopes is not None,
-            has_sink=sink is not None,
-        )
+        scalars = {
+            "seqlen_q": seqlen_q,
+            "seqlen_cache": 0 if isinstance(lengths, Tensor) else lengths,
+            "scale": _check_scale(scale, q.shape[-1]),
+            "seqlen_new": seqlen_new,
+            "window_left": left,
+            "window_right": 0 if causal else right,
+            "softcap": _check_softcap(softcap),
+            "rotary_interleaved": bool(rotary_interleaved),
+            "split_size": _check_split_size(split_size),
+        }
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.dim() else 1
-        scores = (batch, problem.num_heads, seqlen_q, columns)
+        num_heads = q.shape[-2]
+        scores = (batch, num_heads, seqlen_q, columns)
         inputs = CacheInputs(
             q=_unit_last_stride(q),
             k_cache=k_cache,
@@ -232,10 +241,14 @@ class CacheProblem:
             rotary_cos=None if rotary_cos is None else _unit_last_stride(rotary_cos),
             rotary_sin=None if rotary_sin is None else _unit_last_stride(rotary_sin),
             mask=_check_mask(mask, scores, q.device),
-            alibi_slopes=_check_alibi_slopes(alibi_slopes, batch, problem.num_heads, q.device),
-            sink=_check_sink(sink, problem.num_heads, q.device),
+            alibi_slopes=_check_alibi_slopes(alibi_slopes, batch, num_heads, q.device),
+            sink=_check_sink(sink, num_heads, q.device),
         )
-        return problem, inputs
+        return CacheProblem.describing(inputs, **scalars), inputs
+
+
+def _capacity(k_cache: Tensor, table: Tensor | None) -> int:
+    return k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def _readable(*tensors: object) -> bool:

@@ -104,19 +104,13 @@ def _split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
     """What the flat arguments of `kvcache_attend` stand for."""
     q, k_cache, v_cache, table, cache_seqlens, leftpad, cu_q, cu_k, cos, sin, mask, slopes, sink, *scalars = args
     seqlen_q, seqlen_cache, seqlen_new, scale, left, right, softcap, interleaved, split_size, backend = scalars
-    varlen = cu_q is not None
-    page_size = k_cache.shape[1]
-    problem = CacheProblem(
-        batch=cu_q.shape[0] - 1 if varlen else q.shape[0],
+    where = table, cache_seqlens, leftpad, cu_q, cu_k
+    inputs = CacheInputs(
+        q, k_cache, v_cache, *where, rotary_cos=cos, rotary_sin=sin, mask=mask, alibi_slopes=slopes, sink=sink
+    )
+    problem = CacheProblem.describing(
+        inputs,
         seqlen_q=seqlen_q,
-        num_heads=q.shape[-2],
-        num_heads_k=k_cache.shape[2],
-        head_dim=q.shape[-1],
-        head_dim_v=v_cache.shape[3],
-        dtype=q.dtype,
-        device=q.device,
-        page_size=page_size,
-        capacity=page_size * (1 if table is None else table.shape[1]),
         seqlen_cache=seqlen_cache,
         scale=scale,
         seqlen_new=seqlen_new,
@@ -125,14 +119,6 @@ def _split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
         softcap=softcap,
         rotary_interleaved=interleaved,
         split_size=split_size,
-        varlen=varlen,
-        has_mask=mask is not None,
-        has_alibi=slopes is not None,
-        has_sink=sink is not None,
-    )
-    where = table, cache_seqlens, leftpad, cu_q, cu_k
-    inputs = CacheInputs(
-        q, k_cache, v_cache, *where, rotary_cos=cos, rotary_sin=sin, mask=mask, alibi_slopes=slopes, sink=sink
     )
     return problem, inputs, backend
 

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from tileattn.backends.hopper.backward import BackwardMode, Scales, attention_backward
 from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
 from tileattn.backends.hopper.forward import ROWS
-from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run
+from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run, sides_of
 from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
@@ -79,9 +79,7 @@ def backward_tile_for(problem: Problem) -> BackwardTile:
 
 def backward_mode_of(problem: Problem) -> BackwardMode:
     p, tile = problem, backward_tile_for(problem)
-    # A window that hides nothing from the first row, or from the last, is none.
-    causal = 0 <= p.window_right < p.seqlen_q - 1
-    left = 0 <= p.window_left < p.seqlen_k - 1
+    causal, left = sides_of(p)
     before_diagonal = (p.seqlen_q - p.seqlen_k - p.window_right - 1) % tile.block_m
     aligned = before_diagonal in (0, tile.block_m - 1)
     return BackwardMode(

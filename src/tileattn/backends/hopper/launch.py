@@ -82,12 +82,17 @@ def pack_for(problem: Problem) -> int:
     return pack
 
 
+def sides_of(problem: Problem) -> tuple[bool, bool]:
+    """Whether the window bounds the right side, and the left. One that hides nothing from the first row, or from the
+    last, is none."""
+    p = problem
+    return 0 <= p.window_right < p.seqlen_q - 1, 0 <= p.window_left < p.seqlen_k - 1
+
+
 def mode_of(problem: Problem) -> Mode:
     p, tile, pack = problem, tile_for(problem), pack_for(problem)
     block_m = tile.rows // pack
-    # A window that hides nothing from the first row, or from the last, is none.
-    causal = 0 <= p.window_right < p.seqlen_q - 1
-    left = 0 <= p.window_left < p.seqlen_k - 1
+    causal, left = sides_of(p)
     # Blocks that the diagonal of a tile crosses: it starts at a multiple of `step` in one.
     step = 1 if p.varlen else math.gcd(block_m, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
     crossed = -(-(block_m + tile.block_n - step) // tile.block_n)

@@ -7,6 +7,7 @@ import os
 import torch
 
 from tileattn.backends import Direction, Tiles
+from tileattn.kvcache import CacheProblem
 from tileattn.problem import Problem
 
 try:
@@ -24,17 +25,23 @@ MAX_HEAD_DIM = 1024
 
 
 def supports(problem: Problem, direction: Direction = "forward") -> str | None:
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    if problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    reason = refusal(problem)
+    if reason is None and _import_error is not None:
+        return f"needs Triton ({_import_error})"
+    return reason
+
+
+def refusal(problem: Problem | CacheProblem) -> str | None:
+    """Why no kernel here serves the tensors of a call; None where they do."""
+    device, head_dim = problem.device, max(problem.head_dim, problem.head_dim_v)
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU; q is on the CPU (Triton's interpreter, TRITON_INTERPRET=1, takes CPU tensors)"
-    if problem.device.type not in ("cpu", "cuda"):
-        return f"needs a CUDA or ROCm device; q is on {problem.device}"
+    if device.type not in ("cpu", "cuda"):
+        return f"needs a CUDA or ROCm device; q is on {device}"
     if problem.dtype == torch.float64:
         return "float64 is not supported; use float32, or move the tensors to the CPU"
     if head_dim > MAX_HEAD_DIM:
         return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
-    if _import_error is not None:
-        return f"needs Triton ({_import_error})"
     return None
 
 

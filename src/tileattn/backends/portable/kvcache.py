@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends.portable import refusal
 from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
 from tileattn.backends.portable.combine import combine_kernel
 from tileattn.backends.portable.decode import CacheMode, Changes, Partial, Rows, decode_kernel
@@ -20,7 +20,6 @@ from tileattn.backends.portable.device.rotary import Rotary
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.problem import Forward
 
-MAX_HEAD_DIM = 1024
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MAX_BATCH = 4096  # a program looks at all lengths
 MIN_BATCH_BLOCK = 128  # of lengths, one a thread: a smaller batch needs no kernel of its own
@@ -65,18 +64,10 @@ ONE_ROW = CacheTile(1, 0, 4, 1, 1)  # of kernels without tiles
 
 
 def supports(problem: CacheProblem) -> str | None:
-    p = problem
-    if p.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs a GPU; q is on the CPU (Triton's interpreter, TRITON_INTERPRET=1, takes CPU tensors)"
-    if p.device.type not in ("cpu", "cuda"):
-        return f"needs a CUDA or ROCm device; q is on {p.device}"
-    if p.dtype == torch.float64:
-        return "float64 is not supported; use float32, or move the tensors to the CPU"
-    if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
-        return f"head_dim {max(p.head_dim, p.head_dim_v)} is above {MAX_HEAD_DIM}"
-    if p.batch > MAX_BATCH:
-        return f"a batch of {p.batch} is above {MAX_BATCH}; split it"
-    return None
+    reason = refusal(problem)
+    if reason is None and problem.batch > MAX_BATCH:
+        return f"a batch of {problem.batch} is above {MAX_BATCH}; split it"
+    return reason
 
 
 def append(append: Append) -> None:
