@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tileattn import dispatch
-from tileattn.problem import Forward, Inputs, Problem, Wanted, aligned_strides
+from tileattn.problem import Forward, Inputs, Problem, Wanted
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
@@ -101,32 +101,18 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
     """The Problem, Inputs and backend that the arguments of `attention_forward` stand for."""
     *tensors, of_score, of_mask = args[:_NUM_TENSORS]
     inputs = Inputs._make((*tensors, tuple(of_score), tuple(of_mask)))  # lists, from the dispatcher
-    q, k, v = inputs[:3]
     seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, deterministic, *mods, backend = args[_NUM_TENSORS:]
     score_mod, score_derivative, mask_mod, block_size = mods
-    varlen = inputs.cu_seqlens_q is not None
-    problem = Problem(
-        batch=inputs.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
+    problem = Problem.describing(
+        inputs,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        num_heads=q.shape[-2],
-        num_heads_k=k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        dtype=q.dtype,
-        device=q.device,
         scale=scale,
         window_left=left,
         window_right=right,
         softcap=softcap,
         dropout_p=dropout_p,
         deterministic=deterministic,
-        varlen=varlen,
-        aligned=aligned_strides(q, k, v),
-        has_bias=inputs.bias is not None,
-        has_mask=inputs.mask is not None,
-        has_alibi=inputs.alibi_slopes is not None,
-        has_sink=inputs.sink is not None,
         score_mod=score_mod,
         score_derivative=score_derivative,
         mask_mod=mask_mod,

@@ -128,6 +128,28 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @staticmethod
+    def describing(inputs: Inputs, **scalars: Any) -> Problem:
+        """The call that checked inputs and the fields that no tensor tells make."""
+        q, k, v = inputs[:3]
+        cu_seqlens_q = inputs.cu_seqlens_q
+        return Problem(
+            batch=cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
+            num_heads=q.shape[-2],
+            num_heads_k=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            dtype=q.dtype,
+            device=q.device,
+            varlen=cu_seqlens_q is not None,
+            aligned=aligned_strides(q, k, v),
+            has_bias=inputs.bias is not None,
+            has_mask=inputs.mask is not None,
+            has_alibi=inputs.alibi_slopes is not None,
+            has_sink=inputs.sink is not None,
+            **scalars,
+        )
+
+    @staticmethod
     def of(
         q: Tensor,
         k: Tensor,
@@ -162,8 +184,7 @@ class Problem:
                 return found, Inputs(_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v))
         varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
         _check_qkv(q, k, v, varlen)
-        num_heads, head_dim = q.shape[-2:]
-        num_heads_k, head_dim_v = v.shape[-2:]
+        num_heads = q.shape[-2]
         if varlen:
             batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
             batch_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
@@ -186,33 +207,20 @@ class Problem:
         of_score = None if score_mod is None else trace_score_mod(score_mod, q.device)
         of_mask = None if mask_mod is None else trace_mask_mod(mask_mod, q.device)
         q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
-        problem = Problem(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            num_heads=num_heads,
-            num_heads_k=num_heads_k,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=q.dtype,
-            device=q.device,
-            scale=_check_scale(scale, head_dim),
-            window_left=left,
-            window_right=0 if causal else right,
-            softcap=_check_softcap(softcap),
-            dropout_p=_check_dropout(dropout_p),
-            deterministic=bool(deterministic),
-            varlen=varlen,
-            aligned=aligned_strides(q, k, v),
-            has_bias=bias is not None,
-            has_mask=mask is not None,
-            has_alibi=alibi_slopes is not None,
-            has_sink=sink is not None,
-            score_mod="" if of_score is None else of_score.program,
-            score_derivative="" if of_score is None else of_score.derivative,
-            mask_mod="" if of_mask is None else of_mask.program,
-            block_size=block_size,
-        )
+        scalars = {
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "scale": _check_scale(scale, q.shape[-1]),
+            "window_left": left,
+            "window_right": 0 if causal else right,
+            "softcap": _check_softcap(softcap),
+            "dropout_p": _check_dropout(dropout_p),
+            "deterministic": bool(deterministic),
+            "score_mod": "" if of_score is None else of_score.program,
+            "score_derivative": "" if of_score is None else of_score.derivative,
+            "mask_mod": "" if of_mask is None else of_mask.program,
+            "block_size": block_size,
+        }
         inputs = Inputs(
             q=q,
             k=k,
@@ -228,6 +236,7 @@ class Problem:
             score_mod_tensors=() if of_score is None else _as_read(of_score.tensors),
             mask_mod_tensors=() if of_mask is None else _as_read(of_mask.tensors),
         )
+        problem = Problem.describing(inputs, **scalars)
         if key is not None and not problem.dropout_p and not isinstance(causal, Tensor):  # with dropout a seed is drawn
             if len(_checked) >= MAX_CHECKED:  # more, if threads come together
                 _checked.clear()
