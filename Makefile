@@ -1,5 +1,5 @@
 # What needs a GPU, or takes long without one. The quick tests are `pytest`.
-.PHONY: gpu-test gpu-sanitize gpu-bench compile-test
+.PHONY: gpu-test gpu-sanitize gpu-bench compile-test pictures
 
 # Mostly compiling: one process a core.
 gpu-test:
@@ -17,3 +17,8 @@ gpu-bench:
 
 compile-test:
 	python -m pytest tests/test_portable_compile.py -m "not gpu" -q
+
+# Of the results that are there; they need matplotlib and no GPU.
+pictures:
+	python benchmarks/plot.py docs/images/h200-hopper.png --causal benchmarks/results/h200-hopper-forward.json benchmarks/results/h200-hopper-backward.json
+	python benchmarks/plot.py docs/images/h200-portable.png --causal benchmarks/results/h200-portable.json

@@ -1,6 +1,8 @@
 """The README's promises that a machine can check."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,14 @@ def test_the_first_example_of_a_page_runs(page):
     names = {}
     exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL).group(1), names)
     assert names["out"].isfinite().all()
+
+
+def test_the_drop_in_page_runs():
+    """In a process of its own: it changes what `import flash_attn` finds."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "drop-in.md").read_text(), re.DOTALL)
+    code = "\n".join([*blocks, "assert flash_attn_func.__module__.startswith('tileattn.')"])
+    assert len(blocks) == 2
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_links_lead_somewhere():
