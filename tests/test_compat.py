@@ -325,6 +325,51 @@ def test_flash_attn_3_counts_positions_from_rotary_seqlens_and_takes_packed_quer
         flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, qv=q)
 
 
+def same_chunk(rows, keys, chunk):
+    """bool (rows, keys), the last row at the last key."""
+    return (torch.arange(keys - rows, keys)[:, None] // chunk) == torch.arange(keys) // chunk
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 3)}])
+@pytest.mark.parametrize("rows", [SQ, SK + 5])
+def test_attention_chunk_shows_a_row_the_keys_of_its_chunk(chunk, options, rows):
+    q, k, v = qkv(seqlen_q=rows)
+    ours = {name.removesuffix("_size"): value for name, value in options.items()}
+    out = flash_attn_interface.flash_attn_func(q, k, v, attention_chunk=chunk, **options)
+    torch.testing.assert_close(out, tileattn.attention(q, k, v, mask=same_chunk(rows, SK, chunk), **ours))
+    (q, k, v), (cu_q, cu_k, *longest) = packed()
+    out = flash_attn_interface.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, *longest, attention_chunk=chunk, seqused_k=torch.tensor([20, 6]), **options
+    )
+    for rows, keys in ((slice(0, 8), slice(0, 20)), (slice(8, SQ), slice(20, 26))):
+        mask = same_chunk(rows.stop - rows.start, keys.stop - keys.start, chunk)
+        alone = tileattn.attention(q[None, rows], k[None, keys], v[None, keys], mask=mask, **ours)
+        torch.testing.assert_close(out[rows], alone[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("queries", ["padded", "packed"])
+def test_attention_chunk_in_a_cache(chunk, queries):
+    (q, k_cache, v_cache, k, v), lengths = cached()
+    leftpad = torch.tensor([4, 0], dtype=torch.int32)
+    cu = torch.tensor([0, 1, 4], dtype=torch.int32)
+    first = [0, 0] if queries == "padded" else [2, 0]  # of q and k
+    where = {} if queries == "padded" else {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3}
+    given = [x if queries == "padded" else torch.cat([x[0, 2:], x[1]]) for x in (q, k, v)]
+    out = flash_attn_interface.flash_attn_with_kvcache(
+        given[0], k_cache, v_cache, *given[1:], cache_seqlens=lengths, cache_leftpad=leftpad, causal=True,
+        attention_chunk=chunk, **where,
+    )  # fmt: skip
+    outs = out if queries == "padded" else (out[:1], out[1:])
+    for b in range(B):
+        new = 3 - first[b]
+        keys, values = (x[b : b + 1, leftpad[b] : lengths[b] + new] for x in (k_cache, v_cache))
+        mask = same_chunk(new, keys.shape[1], chunk)
+        alone = tileattn.attention(q[b : b + 1, first[b] :], keys, values, causal=True, mask=mask)
+        torch.testing.assert_close(outs[b], alone[0])
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_block_table_says_where_the_keys_are(page_size):
     (q, k, v), lengths = packed()
@@ -372,7 +417,7 @@ def test_flash_attn_3_names():
     qkv_heads = torch.cat([q[:, :, :], *(x[:, :SQ] for x in (k, v))], 2)
     packed_out = flash_attn_interface.flash_attn_qkvpacked_func(qkv_heads, causal=True, num_heads_q=H)
     assert torch.equal(packed_out, flash_attn.flash_attn_func(q, k[:, :SQ], v[:, :SQ], causal=True))
-    for name, value in {"qv": q, "k_descale": q, "attention_chunk": 64}.items():
+    for name, value in {"qv": q, "k_descale": q}.items():
         with pytest.raises(NotImplementedError, match=f"{name}: tileattn's flash_attn_interface has no {name}"):
             flash_attn_interface.flash_attn_func(q, k, v, **{name: value})
 
@@ -478,6 +523,29 @@ def test_rotary_embedding_of_packed_sequences_and_in_place():
     kv = before[:, :, 1:].clone()
     rotary.apply_rotary_emb_kv_(kv, angle.cos(), angle.sin(), seqlen_offsets=2)
     assert torch.equal(kv[:, :, 0], stacked[:, :, 1])
+
+
+def test_rotary_embedding_in_place_has_the_gradient_of_one_that_is_not():
+    """Of a leaf, as flash_attn does it, and of what was computed, whose other part passes."""
+    angle = torch.rand(12, 4)
+    cos, sin = angle.cos(), angle.sin()
+    x, kv = torch.randn(B, 5, H, D), torch.randn(B, 5, 2, H, D)
+    dout, dkv = torch.randn_like(x), torch.randn_like(kv)
+
+    def turned(x):
+        return rotary.apply_rotary_emb_torch(x, cos[3:8], sin[3:8])
+
+    leaf, apart = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = rotary.apply_rotary_emb(leaf, cos, sin, inplace=True, seqlen_offsets=3)
+    assert torch.equal(out, turned(x))
+    assert torch.equal(leaf, out)
+    torch.testing.assert_close(*(torch.autograd.grad(y, z, dout) for y, z in ((out, leaf), (turned(apart), apart))))
+
+    leaf, apart = kv.clone().requires_grad_(), kv.clone().requires_grad_()
+    computed = leaf * 1
+    rotary.apply_rotary_emb_kv_(computed, cos, sin, seqlen_offsets=3)
+    expected = torch.stack([turned(apart[:, :, 0]), apart[:, :, 1]], 2)
+    torch.testing.assert_close(*(torch.autograd.grad(y, z, dkv) for y, z in ((computed, leaf), (expected, apart))))
 
 
 def run_python(code):

@@ -1,8 +1,8 @@
 """FlashAttention-3's functions, in its conventions: no dropout, lse alone with return_attn_probs, -inf where a
 row sees nothing.
 
-What tileattn does not have is refused in words: fp8 descales, qv and attention_chunk. num_splits, pack_gqa, sm_margin
-and scheduler_metadata steer FlashAttention-3's scheduler and have no effect.
+What tileattn does not have is refused in words: fp8 descales and qv. num_splits, pack_gqa, sm_margin and
+scheduler_metadata steer FlashAttention-3's scheduler and have no effect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tileattn.api import attention, attention_varlen
+from tileattn.compat.chunks import chunked, chunked_cache
 from tileattn.compat.flash_attn.flash_attn_interface import _options
 from tileattn.compat.kvcache import with_kvcache
 from tileattn.compat.packing import Packed, used_rows
@@ -39,8 +40,10 @@ def flash_attn_func(
 ) -> Any:
     """q (batch, seqlen, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (.., headdim_v). Returns out, or
     (out, softmax_lse (batch, nheads, seqlen)) with return_attn_probs."""
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = _options(softmax_scale, causal, window_size, softcap, None)
+    if attention_chunk:
+        chunked(options, attention_chunk, k.shape[1] - q.shape[1], q.shape[0], q.device)
     out, lse = attention(q, k, v, deterministic=deterministic or None, return_lse=True, **options)
     return (out, lse) if return_attn_probs else out
 
@@ -115,7 +118,7 @@ def flash_attn_varlen_func(
     """q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (.., headdim_v). seqused_q, seqused_k int32
     (batch,): only so many rows of each sequence count; the other rows of out are 0, of softmax_lse -inf. softmax_lse is
     (nheads, total_q)."""
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     keys = Packed(k, v, cu_seqlens_k, int(max_seqlen_k))
     if seqused_k is not None:
         keys = used_rows(keys, None, seqused_k)
@@ -125,6 +128,8 @@ def flash_attn_varlen_func(
         indexed = used_rows(Packed(q, rows, cu_seqlens_q, int(max_seqlen_q)), None, seqused_q)
         queries, rows, cu_used, _ = indexed
     options = _options(softmax_scale, causal, window_size, softcap, None)
+    if attention_chunk:
+        chunked(options, attention_chunk, keys.cu_seqlens.diff() - cu_used.diff(), len(cu_used) - 1, q.device)
     out, lse = attention_varlen(
         queries,
         keys.k,
@@ -177,7 +182,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`tileattn.attention_with_kvcache` in FlashAttention-3's terms; rotary_seqlens (batch,): where positions begin
     instead of cache_seqlens. Returns out, or (out, softmax_lse)."""
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = _options(softmax_scale, causal, window_size, softcap, None) | {
         "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,
@@ -187,6 +192,14 @@ def flash_attn_with_kvcache(
     }
     if cu_seqlens_k_new is not None:
         options["cu_seqlens_k"] = cu_seqlens_k_new
+    if attention_chunk:
+        capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        lens_q, lens_new = _lengths(q, cu_seqlens_q, batch), 0 if k is None else _lengths(k, cu_seqlens_k_new, batch)
+        cached = capacity if cache_seqlens is None else cache_seqlens
+        lens_k = torch.zeros_like(lens_q) + cached + lens_new - (0 if cache_leftpad is None else cache_leftpad)
+        rows = q.shape[1] if cu_seqlens_q is None else int(lens_q.max() if max_seqlen_q is None else max_seqlen_q)
+        chunked_cache(options, attention_chunk, rows, (lens_q, lens_k), capacity)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     pair = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options, rotary_seqlens)
     return pair if return_softmax_lse else pair[0]
@@ -207,9 +220,16 @@ def flash_attn_combine(
     return (combined if out is None else out.copy_(combined)), lse
 
 
+def _lengths(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> Tensor:
+    """(batch,): how many rows of each sequence."""
+    if cu_seqlens is not None:
+        return cu_seqlens.diff()
+    return torch.full((batch,), x.shape[1], dtype=torch.int32, device=x.device)
+
+
 def _refuse(**given: Any) -> None:
     for name, value in given.items():
-        if value is not None and not (name == "attention_chunk" and value == 0):
+        if value is not None:
             raise NotImplementedError(
                 f"{name}: tileattn's flash_attn_interface has no {name}; leave it at its default, or use "
                 "FlashAttention-3 itself"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from tileattn.rotary import positions, rotate_differentiable
+from tileattn.rotary import positions, rotate, rotate_differentiable
 
 
 def apply_rotary_emb(
@@ -30,8 +33,8 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Turn the keys of kv (batch, seqlen, 2, nheads, headdim) in place."""
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    return kv
+    at = positions(kv, seqlen_offsets, None)
+    return _InPlace.apply(kv, interleaved, False, [_FIRST], cos[at], sin[at])
 
 
 def apply_rotary_emb_qkv_(
@@ -47,17 +50,21 @@ def apply_rotary_emb_qkv_(
     """Turn the queries and keys of qkv in place: (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q +
     2 * num_heads_k, headdim) with num_heads_q given. cos_k and sin_k: other angles for the keys."""
     if qkv.dim() == 5:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        parts: list[Any] = [_FIRST, _SECOND]
     elif num_heads_q is None:
         raise TypeError(f"num_heads_q: got None, needed with qkv of 4 dims, shape {tuple(qkv.shape)}")
     else:
         num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    apply_rotary_emb(
-        k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, True, seqlen_offsets
-    )
-    return qkv
+        first, second = slice(num_heads_q), slice(num_heads_q, num_heads_q + num_heads_k)
+        parts = [(..., first, slice(None)), (..., second, slice(None))]
+    at = positions(qkv, seqlen_offsets, None)
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    return _InPlace.apply(qkv, interleaved, False, parts, cos[at], sin[at], cos_k[at], sin_k[at])
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """As `apply_rotary_emb`, with cos and sin (seqlen, rotary_dim / 2), or (batch, seqlen, ..), of each row of x."""
+    return rotate_differentiable(x, cos, sin, interleaved)
 
 
 def turn(
@@ -71,5 +78,34 @@ def turn(
     conjugate: bool = False,
 ) -> Tensor:
     at = positions(x, seqlen_offsets, cu_seqlens)
-    turned = rotate_differentiable(x, cos[at], sin[at], interleaved, conjugate)
-    return x.copy_(turned) if inplace else turned
+    if inplace:
+        return _InPlace.apply(x, interleaved, conjugate, [...], cos[at], sin[at])
+    return rotate_differentiable(x, cos[at], sin[at], interleaved, conjugate)
+
+
+_FIRST, _SECOND = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
+
+
+class _InPlace(torch.autograd.Function):
+    """Turns parts of x, each by the next two of angles (cos, sin), in place; as in flash_attn also a leaf that requires
+    a gradient, which is then that of what it held before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, interleaved: bool, conjugate: bool, parts: list[Any], *angles: Tensor) -> Tensor:
+        ctx.how = interleaved, not conjugate, parts
+        ctx.save_for_backward(*angles)
+        if not (x.is_leaf and x.requires_grad):
+            ctx.mark_dirty(x)
+        return _turn_parts(x, interleaved, conjugate, parts, angles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        interleaved, conjugate, parts = ctx.how
+        turned = _turn_parts(grads[0].clone(), interleaved, conjugate, parts, ctx.saved_tensors)
+        return turned, *[None] * (3 + len(ctx.saved_tensors))
+
+
+def _turn_parts(x: Tensor, interleaved: bool, conjugate: bool, parts: list[Any], angles: Any) -> Tensor:
+    for part, cos, sin in zip(parts, angles[::2], angles[1::2], strict=True):
+        x[part] = rotate(x[part], cos, sin, interleaved, conjugate)
+    return x
