@@ -193,9 +193,13 @@ def test_a_row_that_sees_nothing_has_lse_plus_infinity(cuda_functions_on_the_cpu
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_what_is_not_served_is_refused(cuda_functions_on_the_cpu):
-    with pytest.raises(NotImplementedError, match="return_debug_mask is not supported"):
-        cuda_functions_on_the_cpu(*qkv(seqlen_k=SQ), 0.1, False, True)
+def test_the_debug_mask_says_what_was_dropped(cuda_functions_on_the_cpu):
+    q, k, v = qkv(seqlen_k=SQ)
+    out, *_, mask = cuda_functions_on_the_cpu(q, k, v, 0.3, True, True)
+    signed = mask[:, :, :SQ, :SQ]
+    probs = signed.abs() / signed.abs().sum(-1, keepdim=True)
+    torch.testing.assert_close(out, (probs * (signed > 0) / 0.7) @ v)
+    assert 0.2 < (signed < 0).sum() / (signed != 0).sum() < 0.4
 
 
 def test_nothing_is_active_after_import():

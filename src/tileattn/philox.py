@@ -24,7 +24,7 @@ def threshold(dropout_p: float) -> int:
     return min(round(dropout_p * 2**32), _MASK)
 
 
-def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words (int64 tensors, broadcast together) for each counter. Products wrap in int64, which keeps
     their 64 bits."""
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
@@ -36,10 +36,11 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: int, dropout_p: float, batch: Tensor, head: Tensor, row: Tensor, columns: range) -> Tensor:
+def keep_mask(seed: int | Tensor, dropout_p: float, batch: Tensor, head: Tensor, row: Tensor, columns: range) -> Tensor:
     """Boolean (..., len(columns)), True where a score is kept.
 
-    batch, head, row: int64 tensors broadcasting together to the leading dims. columns: contiguous, step 1.
+    seed: a tensor is int64 of one element. batch, head, row: int64 tensors broadcasting together to the leading dims.
+    columns: contiguous, step 1.
     """
     first, last = columns.start // 4, -(-columns.stop // 4)
     groups = torch.arange(first, last, dtype=torch.int64, device=row.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import register_flash_attention_impl
 
 from tileattn import dispatch, ops
+from tileattn.compat.flash_attn.flash_attn_interface import dropped_probabilities
 from tileattn.compat.kvcache import with_kvcache
 from tileattn.compat.packing import Packed, used_rows
 from tileattn.problem import Forward, Problem, Wanted
@@ -79,8 +80,8 @@ def _forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """num_splits=1 keeps the keys of a paged cache together; otherwise it has no effect."""
-    _refuse_debug_mask(return_debug_mask)
+    """num_splits=1 keeps the keys of a paged cache together; otherwise it has no effect. The debug mask is flash_attn's
+    S_dmask."""
     options = _options(is_causal, window_size_left, window_size_right, scale) | {"alibi_slopes": alibi_slopes}
     rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if dropout_p > 0.0:
@@ -88,7 +89,7 @@ def _forward(
     if cum_seq_q is None:
         if seqused_k is not None or block_table is not None:
             raise NotImplementedError("tileattn: seqused_k and block_table need packed queries (cum_seq_q)")
-        out, lse = _attend((query, key, value), options, dropout_p, rng_state)
+        out, lse, debug_mask = _attend((query, key, value), options, dropout_p, rng_state, return_debug_mask)
     elif block_table is not None:
         if dropout_p > 0.0:
             raise NotImplementedError("tileattn: dropout is not supported with block_table, which is for inference")
@@ -96,13 +97,13 @@ def _forward(
         options |= {"block_table": block_table, "cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
         nothing_new = None, None, None, None, False
         out, lse = with_kvcache(query, key, value, *nothing_new, lengths, num_splits or 0, options)
-        lse = _infinite(lse)
+        lse, debug_mask = _infinite(lse), query.new_empty(0)
     else:
         keys = _keys(key, value, cum_seq_k, max_k, seqused_k)
         options |= _varlen(cum_seq_q, keys.cu_seqlens, max_q, keys.max_seqlen)
-        out, lse = _attend((query, keys.k, keys.v), options, dropout_p, rng_state)
+        out, lse, debug_mask = _attend((query, keys.k, keys.v), options, dropout_p, rng_state, return_debug_mask)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    return _like(out, query), lse, rng_state.view(torch.uint64), unused.view(torch.uint64), query.new_empty(0)
+    return _like(out, query), lse, rng_state.view(torch.uint64), unused.view(torch.uint64), debug_mask
 
 
 def _forward_into(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,7 +191,7 @@ def _sdpa_forward_cpu(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, options = _top_left(query, key, value, is_causal, attn_mask, scale)
-    out, lse = _attend((q, k, v), options, 0.0, None)
+    out, lse, _ = _attend((q, k, v), options, 0.0, None)
     # the layout that PyTorch's meta kernel promises
     return _like(out.transpose(1, 2), query), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -227,12 +228,16 @@ def _top_left(
 
 
 def _attend(
-    qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], dropout_p: float, rng_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    dropout_p: float,
+    rng_state: Tensor | None,
+    debug: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     seed = None if rng_state is None else rng_state[:1]
     problem, inputs = Problem.of(*qkv, dropout_p=dropout_p, dropout_seed=seed, **options)
     out, lse = ops.run(problem, inputs, dispatch.choose(problem))
-    return out, _infinite(lse)
+    return out, _infinite(lse), dropped_probabilities(problem, inputs, dropout_p if debug else 0.0, seed)
 
 
 def _infinite(lse: Tensor) -> Tensor:
@@ -284,10 +289,3 @@ def _like(x: Tensor, model: Tensor) -> Tensor:
         return x
     empty = torch.empty_like(model, device="meta")
     return x if x.stride() == empty.stride() else torch.empty_like(model).copy_(x)
-
-
-def _refuse_debug_mask(return_debug_mask: bool) -> None:
-    if return_debug_mask:
-        raise NotImplementedError(
-            "tileattn: return_debug_mask is not supported; attention probabilities are never held"
-        )

@@ -7,6 +7,7 @@ any head_dim, other backends; and gradients flow through the logsumexp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def flash_attn_func(
     if not return_attn_probs:
         return out
     problem, inputs = Problem.of(q, k, v, **options)
-    return out, _infinite(lse), _dropped_probabilities(problem, inputs, dropout_p, seed)
+    return out, _infinite(lse), dropped_probabilities(problem, inputs, dropout_p, seed)
 
 
 def flash_attn_varlen_func(
@@ -95,7 +96,7 @@ def flash_attn_varlen_func(
     if not return_attn_probs:
         return out
     problem, inputs = Problem.of(q, packed.k, packed.v, **_varlen(*lengths), **options)
-    return out, _infinite(lse), _dropped_probabilities(problem, inputs, dropout_p, seed)
+    return out, _infinite(lse), dropped_probabilities(problem, inputs, dropout_p, seed)
 
 
 def flash_attn_kvpacked_func(
@@ -378,7 +379,7 @@ def _forward(
     rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     if seed is not None:
         rng_state[:1].copy_(seed)
-    dropped = _dropped_probabilities(problem, inputs, dropout_p if return_softmax else 0.0, seed)
+    dropped = dropped_probabilities(problem, inputs, dropout_p if return_softmax else 0.0, seed)
     return out, _infinite(lse), dropped, rng_state
 
 
@@ -414,7 +415,7 @@ def _infinite(lse: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _dropped_probabilities(problem: Problem, inputs: Inputs, dropout_p: float, seed: Tensor | None) -> Tensor:
+def dropped_probabilities(problem: Problem, inputs: Inputs, dropout_p: float, seed: Tensor | None) -> Tensor:
     """S_dmask: exp(score - row maximum), negative where dropped, (batch, num_heads, seqlen_q, seqlen_k), both rounded
     up. Materialised: it is for testing."""
     q = inputs.q
@@ -423,30 +424,26 @@ def _dropped_probabilities(problem: Problem, inputs: Inputs, dropout_p: float, s
     p = problem
     rows, cols = (-(-n // ROW_MULTIPLE) * ROW_MULTIPLE for n in (p.seqlen_q, p.seqlen_k))
     found = q.new_zeros((p.batch, p.num_heads, rows, cols))
-    for b, (one, tensors) in enumerate(_each_sequence(problem, inputs)):
+    for batch, one, tensors in _dense_calls(problem, inputs):
         probs = standard_attention(one, tensors, torch.float32).probs
         if probs is not None and probs.numel():
             peak = probs.amax(-1, keepdim=True)
-            found[b, :, : probs.shape[2], : probs.shape[3]] = probs[0] / peak[0].clamp(min=1e-37)
+            found[batch, :, : probs.shape[2], : probs.shape[3]] = probs / peak.clamp(min=1e-37)
     index = [torch.arange(n, device=q.device) for n in (p.batch, p.num_heads, rows)]
-    keep = keep_mask(int(seed.item()), dropout_p, index[0][:, None, None], index[1][:, None], index[2], range(cols))
+    keep = keep_mask(seed, dropout_p, index[0][:, None, None], index[1][:, None], index[2], range(cols))
     return torch.where(keep, found, -found)
 
 
-def _each_sequence(problem: Problem, inputs: Inputs) -> list[tuple[Problem, Inputs]]:
-    """A dense call of batch 1, without dropout, for each sequence."""
-    calls = []
-    for b in range(problem.batch):
-        q, k, v = inputs[:3]
-        cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        if cu_q is not None and cu_k is not None:
-            rows, cols = (slice(*cu[b : b + 2].tolist()) for cu in (cu_q, cu_k))
-            q, k, v = q[None, rows], k[None, cols], v[None, cols]
-        else:
-            q, k, v = q[b : b + 1], k[b : b + 1], v[b : b + 1]
-        slopes = inputs.alibi_slopes
-        slopes = slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1]
-        p = problem
-        window = p.window_left, p.window_right
-        calls.append(Problem.of(q, k, v, scale=p.scale, window=window, softcap=p.softcap, alibi_slopes=slopes))
-    return calls
+def _dense_calls(problem: Problem, inputs: Inputs) -> Iterator[tuple[slice, Problem, Inputs]]:
+    """The call without dropout, packed sequences one at a time, and which of the batch each call holds."""
+    p, slopes = problem, inputs.alibi_slopes
+    options: dict[str, Any] = {"scale": p.scale, "window": (p.window_left, p.window_right), "softcap": p.softcap}
+    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_q is None or cu_k is None:
+        yield slice(None), *Problem.of(*inputs[:3], alibi_slopes=slopes, **options)
+        return
+    for b in range(p.batch):
+        rows, cols = (slice(*cu[b : b + 2].tolist()) for cu in (cu_q, cu_k))
+        qkv = inputs.q[None, rows], inputs.k[None, cols], inputs.v[None, cols]
+        of_batch = slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1]
+        yield slice(b, b + 1), *Problem.of(*qkv, alibi_slopes=of_batch, **options)
