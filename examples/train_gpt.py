@@ -15,6 +15,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import statistics
 import sysconfig
 import time
@@ -39,21 +40,20 @@ TURN = 5  # steps that one implementation takes before the next one's turn
 
 
 class Size(NamedTuple):
-    """Of the model and its training. A step is on `step` tokens, of which `at_once` go through the model together; or
-    on one sequence, if that is longer."""
+    """Of the model, and of a step: `tokens`, or one sequence if that is longer, go through it together; but with
+    standard attention only as many sequences at once as have `scores` in a head."""
 
     layers: int
     width: int
-    at_once: int
-    step: int
     dtype: torch.dtype
-    steps: int
+    tokens: int
+    scores: int
     seqlens: tuple[int, ...]
 
 
 SIZES = {
-    "cuda": Size(24, 1024, 8192, 16384, torch.bfloat16, 50, (2048, 8192, 32768)),
-    "cpu": Size(2, 256, 256, 256, torch.float32, 15, (64, 256)),
+    "cuda": Size(24, 1024, torch.bfloat16, 32768, 8192**2, (2048, 8192, 32768)),
+    "cpu": Size(2, 256, torch.float32, 256, 128**2, (64, 256)),
 }
 
 
@@ -123,13 +123,14 @@ class Trainer:
         self.weights = [parameter.detach().float() for parameter in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.weights, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
-        self.at_once = size.at_once
+        self.scores = size.scores if attention == "standard" else math.inf
         self.losses: list[Tensor] = []
 
     def step(self, batch: Tensor) -> None:
         """batch: (sequences, seqlen + 1) bytes."""
         loss = torch.zeros((), device=batch.device)
-        for part in batch.split(max(1, self.at_once // (batch.shape[1] - 1))):
+        at_once = min(len(batch), max(1, self.scores // (batch.shape[1] - 1) ** 2))
+        for part in batch.split(at_once):
             ids = part.long()
             logits = self.model(ids[:, :-1]).float()
             share = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) * (len(part) / len(batch))
@@ -182,17 +183,20 @@ def train(names: list[str], size: Size, longest: int, data: Tensor) -> list[dict
         if ready:
             trainers[name], peak = ready
             rows.append({"impl": name, "seqlen": seqlen, "sequences": sequences, "peak_bytes": peak})
-    times: dict[str, list[float]] = {name: [] for name in trainers}
+    speeds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in data[2:].split(TURN):
         for name, trainer in trainers.items():
             began = time.perf_counter()
             for batch in turn:
                 trainer.step(batch)
-            trainer.losses[-1].item()  # waits
-            times[name].append((time.perf_counter() - began) / len(turn))
-        print("  loss", *(f"{name} {trainer.losses[-1]:.4f}" for name, trainer in trainers.items()), flush=True)
+            loss = trainer.losses[-1].item()  # waits
+            speeds[name].append(len(turn) * sequences * seqlen / (time.perf_counter() - began))
+            print(
+                f"  step {len(trainer.losses):3}  {name:9} loss {loss:.4f}  {speeds[name][-1]:9,.0f} tokens/s",
+                flush=True,
+            )
     for row in rows:
-        row["tokens_per_s"] = round(sequences * seqlen / statistics.median(times[row["impl"]]))
+        row["tokens_per_s"] = round(statistics.median(speeds[row["impl"]]))
         row["loss"] = [round(loss.item(), 5) for loss in trainers[row["impl"]].losses]
     return rows
 
@@ -220,8 +224,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=["tileattn"])
     parser.add_argument("--compare", action="store_true", help="all three, at several lengths")
-    parser.add_argument("--seqlen", type=int, nargs="+", help="tokens in a sequence")
-    parser.add_argument("--steps", type=int, help="at each length; fewer where one sequence is more than a step")
+    parser.add_argument("--seqlen", type=int, nargs="+", help="tokens in a sequence; several lengths after each other")
+    parser.add_argument("--steps", type=int, nargs="+", default=[50], help="or a number for each length")
     parser.add_argument("--text", type=Path, help="a file")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json and, if matplotlib is installed, OUTPUT.png")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -230,13 +234,14 @@ def main() -> None:
     names = list(ATTENTION) if args.compare else args.attention
     seqlens = args.seqlen or size.seqlens[: None if args.compare else 1]
     text = read(args.text)
+    if min(args.steps) < 3:
+        parser.error("--steps: at least 3, as the first two warm up")
     if len(text) <= max(seqlens):
         parser.error(f"{len(text)} bytes of text, {max(seqlens)} tokens in a sequence: give a longer text")
 
     rows = []
-    for seqlen in seqlens:
-        sequences = max(1, size.step // seqlen)
-        steps = max(3, (args.steps or size.steps) * size.step // (sequences * seqlen))
+    for seqlen, steps in zip(seqlens, args.steps * len(seqlens), strict=False):
+        sequences = max(1, size.tokens // seqlen)
         print(f"{steps} steps on {sequences} x {seqlen} tokens")
         rows += train(names, size, max(seqlens), batches(text, steps, sequences, seqlen).to(args.device))
     print("", report(rows), sep="\n")
