@@ -1,6 +1,8 @@
-"""Pictures of results show every figure."""
+"""Pictures and tables of results show every figure."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,22 @@ def test_training_shows_curves_speed_and_memory(drawn, tmp_path):
     assert sorted(list(line.get_ydata()) for line in first.lines) == [[3.0, 2.0], [3.0, 2.1]]
     assert [list(line.get_ydata()) for line in second.lines] == [[4.0]]
     assert (heights(speed), heights(memory)) == ([1.0, 2.0, 3.0], [1.0, 2.0, 2.0])
+
+
+def test_a_table_has_full_and_causal_side_by_side_and_ratios_to_each_peer(monkeypatch, capsys, tmp_path):
+    same = {"direction": "forward", "variant": "random", "head_dim": 64, "head_dim_v": 64, "heads": 8, "heads_k": 8}
+    figures = {"tileattn": (400.0, 200.0), "fa3": (200.0, None)}
+    rows = [
+        {"impl": impl, "seqlen_q": 4096, "causal": causal, "tflops": tflops} | same
+        for impl, pair in figures.items()
+        for causal, tflops in zip((False, True), pair, strict=True)
+        if tflops
+    ]
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(sys, "argv", ["table.py", str(result)])
+    runpy.run_path(str(RESULTS.parent / "table.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "|  | tileattn | FA3 |"
+    assert lines[2] == "| forward d64 4k | 400/200 | 200/– |"
+    assert lines[-1] == "tileattn over FA3: forward 2.00 (2.00 to 2.00, 0 of 1 behind)"
