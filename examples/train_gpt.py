@@ -244,12 +244,16 @@ def main() -> None:
         sequences = max(1, size.tokens // seqlen)
         print(f"{steps} steps on {sequences} x {seqlen} tokens")
         rows += train(names, size, max(seqlens), batches(text, steps, sequences, seqlen).to(args.device))
+        if args.output:
+            save(rows, args.device, args.output)
     print("", report(rows), sep="\n")
-    if args.output:
-        found = {**stamp(args.device), "rows": rows}
-        args.output.with_suffix(".json").write_text(json.dumps(found, indent=1))
-        if importlib.util.find_spec("matplotlib"):
-            plots.training(rows, f"{found['device']}, torch {torch.__version__}", args.output.with_suffix(".png"))
+
+
+def save(rows: list[dict[str, Any]], device: torch.device, path: Path) -> None:
+    found = {**stamp(device), "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    if importlib.util.find_spec("matplotlib"):
+        plots.training(rows, f"{found['device']}, torch {torch.__version__}", path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
