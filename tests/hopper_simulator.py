@@ -184,7 +184,7 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.transpose(order), self.dtype, self.views)
 
-    def _reinterpret(self, dtype: str, shape: list[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype: str, shape: list[int], layout: Any) -> Shared:
         for view in self.views:
             if view.shape == tuple(shape):
                 return Shared(view, dtype, self.views)
@@ -392,6 +392,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         tma_load=tma_load,
         tma_store=tma_store,
         tma_reduce_add=tma_reduce_add,
+        reinterpret=Shared.reinterpret,
         store_wait=store_wait,
         warpgroup_mma=multiply,
         warpgroup_mma_wait=multiply_wait,

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tileattn
@@ -122,6 +123,30 @@ def test_compiled_calls_are_the_eager_ones(backend):
         call = drawn()[name]
         for got, x in zip(compiled(backend, *call), differentiated(backend, *call), strict=True):
             assert torch.equal(got, x), name
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs_that_torch_compile_replays_are_the_eager_calls(backend, training):
+    def attend(q, k, v):
+        return tileattn.attention(2 * q, k, v, causal=True, backend=backend)
+
+    def results(attend, q, k, v, dout):
+        with torch.set_grad_enabled(training):
+            q, k, v = (x.detach().requires_grad_(training) for x in (q, k, v))
+            out = attend(q, k, v)
+            found = out, *(torch.autograd.grad(out, (q, k, v), dout) if training else ())
+            return [x.clone() for x in found]
+
+    torch._dynamo.reset()
+    skipped = counters["inductor"]["cudagraph_skips"]
+    compiled = torch.compile(attend, mode="reduce-overhead")
+    for _ in range(5):  # the first runs, the second captures, the others replay, on other tensors each time
+        call = [memory(2, 160, 4, 64) for _ in range(4)]
+        torch.compiler.cudagraph_mark_step_begin()
+        for got, want in zip(results(compiled, *call), results(attend, *call), strict=True):
+            assert torch.equal(got, want)
+    assert counters["inductor"]["cudagraph_skips"] == skipped
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

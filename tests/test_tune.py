@@ -61,11 +61,11 @@ def chosen(gpu, trials, ms_of, in_use=SMALL):
 def test_the_fastest_over_all_sizes_wins(gpu):
     def ms_of(trial, size):
         if trial.tile == SMALL:
-            return 2.0
-        return 4.0 if size == Size(1024, False) else 1.0
+            return 1.2
+        return 2.4 if size == Size(1024, False) else 1.0
 
     trials = [Trial("forward", 64, tile) for tile in (SMALL, LARGE)]
-    assert chosen(gpu, trials, ms_of) == {"forward": (LARGE, pytest.approx(2 ** (4 / 6)))}
+    assert chosen(gpu, trials, ms_of) == {"forward": (LARGE, pytest.approx(1.2 / 2.4 ** (1 / 6)))}
 
 
 @pytest.mark.parametrize(("together", "expected"), [(3.0, SMALL), (5.0, LARGE._replace(dv=OTHER))])
@@ -76,6 +76,18 @@ def test_dk_and_dv_come_from_two_launches_where_these_are_faster_than_one(togeth
     tile, gain = chosen(gpu, trials, lambda trial, _: times[trial.work, trial.tile])["backward_kv"]
     assert tile == expected
     assert gain == pytest.approx(together / min(together, 4.0))
+
+
+def test_what_falls_behind_is_timed_at_few_sizes_and_never_chosen(gpu):
+    slow = {search.SIZES[0]: 3.0, search.SIZES[1]: 9.0}
+    trials = [Trial("forward", 64, tile) for tile in (SMALL, LARGE, OTHER)]
+    gpu.setattr(search, "time_trials", timing(lambda trial, size: 2.0 if trial.tile == SMALL else slow.get(size, 0.1)))
+    steps = []
+    results = search.search(trials, torch.bfloat16, 1, lambda label, worth=1: steps.append(worth))
+    assert {t.trial.tile: len(t.ms) for t in results} == {SMALL: len(search.SIZES), LARGE: 1, OTHER: 1}
+    assert sum(steps) == search.steps(trials)
+    [(entry, gain)] = search.best(results, torch.bfloat16, lambda kernel, head_dim: LARGE)
+    assert (entry.tile, gain) == (SMALL, pytest.approx(1.5))
 
 
 def test_faulty_trials_are_reported_and_never_chosen(gpu):
@@ -137,9 +149,18 @@ def test_files_keep_every_field(tmp_path):
     read = tuned.read(path)
     assert read.device == "Some GPU"
     assert read.tables == {
-        False: {"forward": {64: entries[0].tile}, "backward_kv": {256: entries[1].tile}},
-        True: {"backward_q": {96: SMALL}},
+        "bfloat16": {"forward": {64: entries[0].tile}},
+        "float16": {"backward_kv": {256: entries[1].tile}},
+        "float32": {"backward_q": {96: SMALL}},
     }
+
+
+def test_a_tile_serves_its_own_dtype_before_the_other_of_16_bits():
+    tables = {"bfloat16": {"forward": {64: SMALL, 128: SMALL}}, "float16": {"forward": {64: LARGE}}}
+    read = tuned.Tuned("Some GPU", tables)
+    assert read.table_for("bfloat16") == {"forward": {64: SMALL, 128: SMALL}}
+    assert read.table_for("float16") == {"forward": {64: LARGE, 128: SMALL}}
+    assert read.table_for("float32") == {}
 
 
 GOOD = {"kernel": "forward", "dtype": "bfloat16", "head_dim": 64, "tile": SMALL._asdict()}

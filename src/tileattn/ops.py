@@ -7,6 +7,7 @@ the Problem (without checking it again) and hand it to the backend named in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,12 +127,44 @@ def _forward(*args: Any) -> Forward:
     return dispatch.load(backend).forward(problem, inputs)
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*args: Any) -> Forward:
     problem, inputs, _ = split(args)
+    return _unwritten(problem, inputs)
+
+
+def _unwritten(problem: Problem, inputs: Inputs) -> Forward:
+    """What forward will return, with nothing in it."""
     q = inputs.q
     rows = q.shape[:1] if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
     lse_shape = (problem.num_heads, *rows) if problem.varlen else rows
-    return q.new_empty((*q.shape[:-1], problem.head_dim_v)), q.new_empty(lse_shape, dtype=problem.lse_dtype)
+    return Forward(q.new_empty((*q.shape[:-1], problem.head_dim_v)), q.new_empty(lse_shape, dtype=problem.lse_dtype))
+
+
+# Problems of which a backward was announced, and kinds: problems that differ in sizes alone share their kernels.
+_anticipated: set[Problem] = set()
+MAX_ANTICIPATED = 4096
+
+
+def _anticipate(problem: Problem, inputs: Inputs, backend: str, wanted: Wanted) -> None:
+    """Have the backward kernels of a call compiled beside those of its forward, if it is the first of its kind."""
+    if problem in _anticipated:
+        return
+    if len(_anticipated) >= MAX_ANTICIPATED:
+        _anticipated.clear()
+    kind = replace(problem, batch=1, seqlen_q=1, seqlen_k=1, num_heads=1, num_heads_k=1)
+    known = kind in _anticipated
+    _anticipated.update((problem, kind))
+    if not known and problem.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        inputs = Inputs._make(
+            tuple(map(_without_memory, x)) if isinstance(x, tuple) else _without_memory(x) for x in inputs
+        )
+        forward = _unwritten(problem, inputs)
+        serving = dispatch.load(dispatch.choose_backward(problem, backend))
+        serving.anticipate(problem, inputs, forward, forward.out, None, wanted)
+
+
+def _without_memory(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -159,6 +192,7 @@ class _Attention(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend))
         else:
+            _anticipate(problem, inputs, backend, Wanted(*ctx.needs_input_grad[3:]))
             out, lse = dispatch.load(backend).forward(problem, inputs)
         *tensors, of_score, of_mask = inputs
         ctx.save_for_backward(out, lse, *tensors, *of_score, *of_mask)

@@ -43,6 +43,17 @@ class Backend(Protocol):
     ) -> Gradients:
         """dout like out, any strides; dlse like lse. None stands for zeros, but never for both."""
 
+    def anticipate(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> None:
+        """Begin to compile what `backward` of such tensors needs (these are on the "meta" device), and return."""
+
 
 class CacheBackend(Protocol):
     """What a backend's module `kvcache` must offer to serve `attention_with_kvcache`. What the host cannot know of

@@ -30,6 +30,13 @@ class Entry(NamedTuple):
 
 def entry_of(compiled: Any, programs: int) -> Entry | None:
     """None where Triton's internals are not those that are known."""
+    try:
+        return _entry_of(compiled, programs)
+    except (AttributeError, KeyError, ValueError):
+        return None
+
+
+def _entry_of(compiled: Any, programs: int) -> Entry | None:
     launcher = compiled.run
     if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
         return None

@@ -43,14 +43,14 @@ class Progress:
         self.total, self.done, self.start = total, 0, time.monotonic()
         self.visible = sys.stderr.isatty()
 
-    def step(self, label: str) -> None:
-        """Say what begins now; all steps before it are done."""
+    def step(self, label: str, worth: int = 1) -> None:
+        """Say what begins now, as so many steps; all before it are done."""
         if self.visible:
             filled = 24 * self.done // self.total
             elapsed = time.monotonic() - self.start
             text = f"[{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total} {elapsed:4.0f} s  {label}"
             print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
-        self.done += 1
+        self.done += worth
 
     def __enter__(self) -> Progress:
         return self

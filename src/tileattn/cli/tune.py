@@ -12,6 +12,7 @@ import torch
 from tileattn.cli import env, shapes
 from tileattn.cli.console import Progress, UserError, table
 
+KERNELS = ("forward", "backward_kv", "backward_q")
 DESCRIPTION = """\
 Compile and time tiles of the portable backend's kernels on this GPU, and write the fastest to a file:
 
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> None:
         "--head-dims", type=shapes.positive, nargs="+", default=[64, 128], metavar="N", help="default: 64 128"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--kernels", choices=KERNELS, nargs="+", default=KERNELS, help="default: all")
     parser.add_argument("--out", type=Path, default=Path("tiles.json"), metavar="FILE", help="default: tiles.json")
     parser.add_argument(
         "--workers",
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--head-dims {max(args.head_dims)}: the kernels serve head dims up to {MAX_HEAD_DIM}")
 
     dtype, device = shapes.DTYPES[args.dtype], torch.device("cuda", torch.cuda.current_device())
-    trials = search.trials_for(args.head_dims, dtype, device)
+    trials = search.trials_for(args.head_dims, dtype, device, args.kernels)
     with Progress(search.steps(trials)) as progress:
         found = search.search(trials, dtype, args.workers, progress.step)
     best = search.best(found, dtype, lambda kernel, head_dim: tuning._lookup(device, dtype, head_dim, kernel))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tileattn.backends import Direction, Tiles
 from tileattn.backends.cpu import tiling
 from tileattn.backends.cpu.backward import backward
 from tileattn.backends.cpu.forward import forward
 from tileattn.problem import Problem
 
-__all__ = ["backward", "forward", "supports", "tiles"]
+__all__ = ["anticipate", "backward", "forward", "supports", "tiles"]
 
 
 def supports(problem: Problem, direction: Direction = "forward") -> str | None:
     if problem.device.type != "cpu":
         return f"it serves tensors on the CPU, these are on {problem.device}"
     return None
+
+
+def anticipate(*_call: Any) -> None:
+    """Nothing is compiled."""
 
 
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:

@@ -11,14 +11,14 @@ from tileattn.backends import Direction, Tiles
 from tileattn.problem import Problem
 
 try:
-    from tileattn.backends.hopper.backward_launch import BACKWARD_TILES, backward, backward_tile_for
+    from tileattn.backends.hopper.backward_launch import BACKWARD_TILES, anticipate, backward, backward_tile_for
     from tileattn.backends.hopper.launch import TILES, forward, pack_for, tile_for
 except ImportError as error:  # no Triton, or one without what gluon_names.py names
     _import_error: str | None = str(error)
 else:
     _import_error = None
 
-__all__ = ["backward", "forward", "supports", "tiles"]
+__all__ = ["anticipate", "backward", "forward", "supports", "tiles"]
 
 MIN_ROWS = 64  # of a tile, below which it stands empty
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import (
     fence_async_shared,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -170,7 +171,7 @@ def store_rows(desc, outbox, work, WARPGROUP: gl.constexpr, mode):
 @gluon.jit
 def rows_in(outbox, desc):
     """The outbox's memory as a block of desc."""
-    return outbox.block._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return reinterpret(outbox.block, desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit

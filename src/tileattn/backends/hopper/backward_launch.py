@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from tileattn.backends import ahead
 from tileattn.backends.hopper.backward import BackwardMode, Scales, attention_backward
 from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
 from tileattn.backends.hopper.forward import ROWS
-from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run, sides_of
+from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run, compile_only, sides_of
 from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
@@ -194,28 +196,58 @@ def backward_arguments(
 def backward(
     problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
+    ahead.wait()
+    return _differentiate(problem, inputs, forward, dout, dlse, wanted, _run)
+
+
+def anticipate(
+    problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
+) -> None:
+    def begin(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...], stream: int) -> None:
+        if not compiled:
+            ahead.begin(problem.device, functools.partial(compile_only, kernel, programs, args))
+
+    _differentiate(problem, inputs, forward, dout, dlse, wanted, begin)
+
+
+def _differentiate(
+    problem: Problem,
+    inputs: Inputs,
+    forward: Forward,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    run: Callable[..., None],
+) -> Gradients:
+    """Gradients, by kernels that `run` is given as `_run` is."""
     p, group = problem, problem.group
     if group > 1 and 4 * _num_tiles(p) < 3 * _num_sms(p.device):
         # Too few key blocks for all multiprocessors: one for each head of queries, and their sums.
         k, v = (x.repeat_interleave(group, 2) for x in inputs[1:3])
         problem, inputs = dataclasses.replace(p, num_heads_k=p.num_heads), inputs._replace(k=k, v=v)
-        found = backward(problem, inputs, forward, dout, dlse, wanted)
+        found = _differentiate(problem, inputs, forward, dout, dlse, wanted, run)
         dk, dv = (None if x is None else x.unflatten(2, (-1, group)).sum(3) for x in (found.dk, found.dv))
         return found._replace(dk=dk, dv=dv)
     if problem.device.index != torch.cuda.current_device():
         with torch.cuda.device(problem.device):
-            return _backward(problem, inputs, forward, dout, dlse, wanted)
-    return _backward(problem, inputs, forward, dout, dlse, wanted)
+            return _launch(problem, inputs, forward, dout, dlse, wanted, run)
+    return _launch(problem, inputs, forward, dout, dlse, wanted, run)
 
 
-def _backward(
-    problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
+def _launch(
+    problem: Problem,
+    inputs: Inputs,
+    forward: Forward,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    run: Callable[..., None],
 ) -> Gradients:
     p, plan = problem, backward_plan_for(problem)
     tile, stream = plan.tile, driver.active.get_current_stream(p.device.index)
-    dq, dk, dv = (torch.empty(x.shape, dtype=p.dtype, device=p.device) for x in inputs[:3])
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     dout = torch.zeros_like(forward.out) if dout is None else _addressable(dout)
-    workspace = workspace_for(p, plan, p.device)
+    workspace = workspace_for(p, plan, dq.device)
     args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter_for(p.device, stream))
     dout = args[3]
     blocks = p.batch * p.num_heads * plan.blocks_m
@@ -234,10 +266,10 @@ def _backward(
         tile.block_dim,
         tile.block_m,
     )
-    _run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
-    _run(attention_backward, plan.kernels[2], plan.programs, args, stream)
+    run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
+    run(attention_backward, plan.kernels[2], plan.programs, args, stream)
     finish = (workspace.dq, dq, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
-    _run(finish_kernel, plan.kernels[3], blocks, finish, stream)
+    run(finish_kernel, plan.kernels[3], blocks, finish, stream)
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,

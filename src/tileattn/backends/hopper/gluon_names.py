@@ -2,7 +2,7 @@
 
 import triton
 from triton._C.libtriton import ir
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -16,6 +16,7 @@ __all__ = [
     "aggregate",
     "fence_async_shared",
     "mbarrier",
+    "reinterpret",
     "store_wait",
     "tma_load",
     "tma_reduce_add",
@@ -32,6 +33,10 @@ if not FIRST_KNOWN <= _version <= LAST_KNOWN:
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+if hasattr(shared_memory_descriptor, "reinterpret"):
+    reinterpret = shared_memory_descriptor.reinterpret
+else:
+    reinterpret = shared_memory_descriptor._reinterpret
 
 if hasattr(tma, "async_atomic_add"):
     tma_reduce_add = tma.async_atomic_add

@@ -11,7 +11,7 @@ from tileattn.kvcache import CacheProblem
 from tileattn.problem import Problem
 
 try:
-    from tileattn.backends.portable.backward import backward
+    from tileattn.backends.portable.backward import anticipate, backward
     from tileattn.backends.portable.forward import forward
     from tileattn.backends.portable.tuning import tile_for
 except ImportError as error:  # no Triton on this platform
@@ -19,7 +19,7 @@ except ImportError as error:  # no Triton on this platform
 else:
     _import_error = None
 
-__all__ = ["backward", "forward", "supports", "tiles"]
+__all__ = ["anticipate", "backward", "forward", "supports", "tiles"]
 
 MAX_HEAD_DIM = 1024
 

@@ -19,12 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends import ahead
 from tileattn.backends.portable.backward_bias import backward_bias_kernel
 from tileattn.backends.portable.backward_kv import backward_kv_kernel
 from tileattn.backends.portable.backward_q import backward_q_kernel, delta_kernel
 from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.rows import PAD, Rows, sized
 from tileattn.backends.portable.launch import (
+    Anticipation,
     Launch,
     Launcher,
     Mode,
@@ -48,7 +50,14 @@ from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 def backward(
     problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
+    ahead.wait()
     return Backward(problem, inputs, forward, dout, dlse).gradients(wanted)
+
+
+def anticipate(
+    problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
+) -> None:
+    Backward(problem, inputs, forward, dout, dlse, Anticipation).gradients(wanted)
 
 
 class _Walk(NamedTuple):
@@ -73,14 +82,20 @@ class Backward:
     """The launches of one backward call, over what they share."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        forward: Forward,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        launcher: type[Launcher] = Launcher,
     ) -> None:
-        self.problem, self.inputs = problem, inputs = with_found_blocks(problem, inputs)
+        self.problem, self.inputs = problem, inputs = with_found_blocks(problem, inputs, launcher)
         if dout is None:
             dout = torch.zeros_like(forward.out)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        self.launcher = Launcher(problem, inputs, forward.out, forward.lse.contiguous(), dout, dlse)
+        self.launcher = launcher(problem, inputs, forward.out, forward.lse.contiguous(), dout, dlse)
         self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
 
     def gradients(self, wanted: Wanted) -> Gradients:

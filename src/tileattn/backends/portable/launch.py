@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tileattn.backends import ahead
 from tileattn.backends.entry import observed
 from tileattn.backends.portable import tuning
 from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
@@ -273,6 +274,15 @@ class Launcher:
             self.kept[key] = Kept(compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)})
 
 
+class Anticipation(Launcher):
+    """Launches nothing, but begins to compile what would be launched."""
+
+    def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
+        launch = describe(self.inputs, *self.others, *outputs)
+        if launch.programs:
+            ahead.begin(self.device, functools.partial(compile_only, kernel, launch))
+
+
 def _present(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
@@ -320,6 +330,10 @@ def start(kernel: Any, launch: Launch) -> Any:
     return start(kernel, launch._replace(tile=tile._replace(num_stages=tile.num_stages - 1)))
 
 
+def compile_only(kernel: Any, launch: Launch) -> Any:
+    return kernel.warmup(*launch.args, grid=(launch.programs,), **compile_options(launch.tile))
+
+
 def compile_options(tile: Tile) -> dict[str, int]:
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     return options | {"maxnreg": tile.registers} if tile.registers else options

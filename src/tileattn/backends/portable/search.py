@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -41,19 +41,24 @@ class Size(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A trial and its milliseconds at each of SIZES; none if it is faulty."""
+    """A trial and its milliseconds at each of SIZES; at the first few alone if it fell behind, none if it is faulty."""
 
     trial: Trial
     ms: list[float]
     fault: str | None = None
 
 
-# the sizes to time at, each of TOKENS tokens with heads * head_dim = WIDTH
-SIZES = tuple(Size(n, causal) for n, causal in itertools.product((1024, 4096, 16384), (False, True)))
+# the sizes to time at, the one in the middle first, each of TOKENS tokens with heads * head_dim = WIDTH
+SIZES = tuple(Size(n, causal) for n, causal in itertools.product((4096, 16384, 1024), (False, True)))
 TOKENS, WIDTH = 16384, 2048
 
 
-def trials_for(head_dims: list[int], dtype: torch.dtype, device: torch.device) -> list[Trial]:
+BEHIND = 1.3  # times as slow as the fastest so far: not timed at more sizes
+
+
+def trials_for(
+    head_dims: list[int], dtype: torch.dtype, device: torch.device, kernels: Sequence[Kernel] = get_args(Kernel)
+) -> list[Trial]:
     """The tiles in use, and what else may be worth a try."""
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
@@ -62,6 +67,7 @@ def trials_for(head_dims: list[int], dtype: torch.dtype, device: torch.device) -
         Trial(work, head_dim, tile)
         for head_dim in head_dims
         for work in get_args(Work)
+        if kernel_of(work) in kernels
         for tile in dict.fromkeys(
             [
                 *_in_use(work, device, dtype, head_dim),
@@ -102,10 +108,10 @@ def candidates(work: Work, head_dim: int, itemsize: int, shared: int, descriptor
 
 
 def search(
-    trials: list[Trial], dtype: torch.dtype, workers: int, step: Callable[[str], None] = lambda _: None
+    trials: list[Trial], dtype: torch.dtype, workers: int, step: Step = lambda label, worth=1: None
 ) -> list[Timed]:
-    """Compile every trial in `workers` processes, drop the faulty, time the rest in turns. step is told what is done,
-    `steps` times."""
+    """Compile every trial in `workers` processes, drop the faulty, time the rest in turns, those that fall behind at a
+    few sizes only. step is told what is done, and how many of `steps` that takes."""
     faults: dict[Trial, str | None] = {}
     with _mapping(workers) as mapping:
         for trial, fault in zip(trials, mapping(compile_trial, trials, itertools.repeat(dtype)), strict=True):
@@ -113,24 +119,29 @@ def search(
             faults[trial] = fault
     found = []
     for _, group in itertools.groupby(trials, key=lambda trial: trial[:2]):
-        good = []
+        racing = []
         for trial in group:
             step(f"checking {_named(trial)}")
             fault = faults[trial] or check_trial(trial, dtype)
             if fault is None:
-                good.append(trial)
+                racing.append(trial)
             else:
+                step(f"dropping {_named(trial)}", len(SIZES))
                 found.append(Timed(trial, [], fault))
-        times: dict[Trial, list[float]] = {trial: [] for trial in good}
-        for size in SIZES:
-            for trial, ms in time_trials(good, size, dtype, step).items():
+        times: dict[Trial, list[float]] = {trial: [] for trial in racing}
+        for i, size in enumerate(SIZES):
+            for trial, ms in time_trials(racing, size, dtype, step).items():
                 times[trial].append(ms)
+            means = {trial: statistics.geometric_mean(times[trial]) for trial in racing}
+            for trial in racing:
+                if means[trial] > BEHIND * min(means.values()):
+                    step(f"dropping {_named(trial)}", len(SIZES) - i - 1)
+            racing = [trial for trial in racing if means[trial] <= BEHIND * min(means.values())]
         found += [Timed(trial, ms) for trial, ms in times.items()]
     return found
 
 
 def steps(trials: list[Trial]) -> int:
-    """How many times `search` calls step, if no trial is faulty."""
     return (2 + len(SIZES)) * len(trials)
 
 
@@ -171,7 +182,7 @@ def check_trial(trial: Trial, dtype: torch.dtype) -> str | None:
     return None
 
 
-def time_trials(trials: list[Trial], size: Size, dtype: torch.dtype, step: Callable[[str], None]) -> dict[Trial, float]:
+def time_trials(trials: list[Trial], size: Size, dtype: torch.dtype, step: Step) -> dict[Trial, float]:
     """Milliseconds of each on the GPU, the better of two turns, so that a slow moment of the machine harms none."""
     times: dict[Trial, float] = {}
     if trials:
@@ -184,6 +195,7 @@ def time_trials(trials: list[Trial], size: Size, dtype: torch.dtype, step: Calla
     return times
 
 
+Step = Callable[..., None]  # of a label, and how many steps it takes, 1 if not said
 Lookup = Callable[[torch.device, torch.dtype, int, Kernel], Tile]
 
 
@@ -248,7 +260,8 @@ def _time(run: Callable[[], Any], budget_ms: float = 15.0) -> float:
 
 
 class Best(NamedTuple):
-    """A tile found, and how many times as fast it is as the one in use, by geometric means over SIZES."""
+    """A tile found, and how many times as fast it is as the one in use: the geometric mean over SIZES, or over those
+    that the one in use was timed at."""
 
     entry: Entry
     gain: float
@@ -261,7 +274,7 @@ def best(found: list[Timed], dtype: torch.dtype, in_use: Callable[[Kernel, int],
     for head_dim in dict.fromkeys(timed.trial.head_dim for timed in found):
         of = {work: [t for t in found if t.trial[:2] == (work, head_dim) and t.ms] for work in get_args(Work)}
         apart = [
-            (k.trial.tile._replace(dv=v.trial.tile), [x + y for x, y in zip(k.ms, v.ms, strict=True)])
+            (k.trial.tile._replace(dv=v.trial.tile), [x + y for x, y in zip(k.ms, v.ms, strict=False)])
             for k, v in itertools.product(of["backward_k"], of["backward_v"])
         ]
         options: dict[Kernel, list[tuple[Tile, list[float]]]] = {
@@ -270,9 +283,11 @@ def best(found: list[Timed], dtype: torch.dtype, in_use: Callable[[Kernel, int],
             "backward_q": [(t.trial.tile, t.ms) for t in of["backward_q"]],
         }
         for kernel, tiles in options.items():
-            means = {tile: statistics.geometric_mean(ms) for tile, ms in tiles}
+            times = dict(tiles)
+            means = {tile: statistics.geometric_mean(ms) for tile, ms in tiles if len(ms) == len(SIZES)}
             if means:
                 fastest = min(means, key=means.__getitem__)
-                before = means.get(in_use(kernel, head_dim), float("nan"))
-                chosen.append(Best(Entry(kernel, name, head_dim, fastest), before / means[fastest]))
+                ratios = [x / y for x, y in zip(times.get(in_use(kernel, head_dim), ()), times[fastest], strict=False)]
+                gain = statistics.geometric_mean(ratios) if ratios else float("nan")
+                chosen.append(Best(Entry(kernel, name, head_dim, fastest), gain))
     return chosen

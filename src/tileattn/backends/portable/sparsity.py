@@ -120,7 +120,7 @@ def find_kernel(
     tl.store(kinds + block_q.to(tl.int64) * size(blocks.kinds_row) + block_k, kind.to(tl.uint8))
 
 
-def with_found_blocks(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
+def with_found_blocks(problem: Problem, inputs: Inputs, launcher: type[Launcher] = Launcher) -> tuple[Problem, Inputs]:
     """A call with a bool mask as one with a block mask as well, if the mask is worth looking through: if each of its
     elements serves so many scores that reading them once more is little beside reading them for each score."""
     p, mask = problem, inputs.mask
@@ -136,7 +136,7 @@ def with_found_blocks(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs
         tile = Tile(size_q, size_k, 4, 1)
         return Launch(kinds.numel(), tile, (modifiers_of(p, inputs), blocks, rows, cols, heads, size_q, size_k, 32))
 
-    Launcher(p, inputs).launch(find_kernel, describe, kinds)
+    launcher(p, inputs).launch(find_kernel, describe, kinds)
     return replace(p, block_size=block_mask.BLOCK_SIZE), inputs._replace(block_mask=kinds)
 
 

@@ -20,10 +20,19 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Tuned(NamedTuple):
-    """device: the name that PyTorch gives it. tables: by whether they are for float32."""
+    """device: the name that PyTorch gives it. tables: by dtype."""
 
     device: str
-    tables: dict[bool, Table]
+    tables: dict[str, Table]
+
+    def table_for(self, dtype: str) -> Table:
+        """A tile for one of float16 and bfloat16 serves the other where that has none."""
+        alike = ["float32"] if dtype == "float32" else [*sorted({"float16", "bfloat16"} - {dtype}), dtype]
+        found: Table = {}
+        for name in alike:
+            for kernel, by_dim in self.tables.get(name, {}).items():
+                found[kernel] = found.get(kernel, {}) | by_dim
+        return found
 
 
 class Entry(NamedTuple):
@@ -52,10 +61,10 @@ def read(path: str | os.PathLike[str]) -> Tuned:
         raise ValueError(f"TILEATTN_TILES={path}: not JSON ({error})") from error
     try:
         fields = _fields(content, "the file", {"device", "tiles"}, {"versions"})
-        tables: dict[bool, Table] = {}
+        tables: dict[str, Table] = {}
         for i, entry in enumerate(_typed(fields["tiles"], "tiles", list)):
             kernel, dtype, head_dim, tile = _entry(entry, f"tiles[{i}]")
-            tables.setdefault(dtype == "float32", {}).setdefault(kernel, {})[head_dim] = tile
+            tables.setdefault(dtype, {}).setdefault(kernel, {})[head_dim] = tile
         return Tuned(_typed(fields["device"], "device", str), tables)
     except ValueError as error:
         raise ValueError(f"TILEATTN_TILES={path}: {error}") from None

@@ -135,15 +135,15 @@ def table_for(device: torch.device, dtype: torch.dtype) -> Table:
         table = FLOAT32
     elif torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
         table = HOPPER
-    found = _tuned(torch.cuda.get_device_name(device), dtype == torch.float32)
+    found = _tuned(torch.cuda.get_device_name(device), dtype)
     return {kernel: by_dim | found.get(kernel, {}) for kernel, by_dim in table.items()}
 
 
-def _tuned(device: str, float32: bool) -> Table:
+def _tuned(device: str, dtype: torch.dtype) -> Table:
     path = os.environ.get("TILEATTN_TILES")
     if not path:
         return {}
     from tileattn.backends.portable import tuned
 
     file = tuned.read(path)
-    return file.tables.get(float32, {}) if file.device == device else {}
+    return file.table_for(str(dtype).removeprefix("torch.")) if file.device == device else {}

@@ -1,0 +1,33 @@
+"""Kernels compiled beside others, so that a first call does not wait for one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+_running: set[threading.Thread] = set()
+
+
+def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
+    """Begin to compile a kernel, in a thread of its own, into Triton's cache of this process."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception), torch.cuda.device(device if device.type == "cuda" else -1):
+            compile_kernel()._init_handles()  # also what launches it; whoever does so will see what is wrong
+
+    assert driver.active is not None  # made by now, once
+    thread = threading.Thread(target=run, name="tileattn-compile")
+    _running.add(thread)
+    thread.start()
+
+
+def wait() -> None:
+    """Until all that was begun is compiled: no launch shall compile it again."""
+    for thread in tuple(_running):
+        thread.join()
+        _running.discard(thread)
