@@ -13,7 +13,8 @@ from oracle import wanted
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tileattn.backends import portable
+from tileattn import ops
+from tileattn.backends import ahead, portable
 from tileattn.backends.portable import launch, tuning
 from tileattn.problem import Inputs, Problem, Wanted
 
@@ -112,6 +113,28 @@ def compile_call(
         forward = portable.forward(problem, inputs)
         if wanted is not None:
             portable.backward(problem, inputs, forward, forward.out, None, wanted)
+    return found
+
+
+def backward_kernels(problem: Problem, inputs: Inputs, target: GPUTarget, table: tuning.Table) -> list[set[str]]:
+    """What Triton would compile for backward: when it is anticipated, and when it runs."""
+    asked: set[tuple[str, str]] = set()
+    compile_kernel = JITFunction._do_compile
+    JITFunction._do_compile = lambda kernel, key, *_, **__: asked.add((kernel.__name__, str(key)))
+    found = []
+    try:
+        with _compiling_for(target, table, None):
+            like = ops.without_memory(inputs)
+            forward = ops.unwritten(problem, like)
+            portable.anticipate(problem, like, forward, forward.out, None, wanted(inputs))
+            ahead.wait()
+            found.append(set(asked))
+            forward = portable.forward(problem, inputs)
+            asked.clear()
+            portable.backward(problem, inputs, forward, forward.out, None, wanted(inputs))
+            found.append(set(asked))
+    finally:
+        JITFunction._do_compile = compile_kernel
     return found
 
 

@@ -11,6 +11,8 @@ from hopper_compiling import CompileDriver
 from oracle import Case, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tileattn import ops
+from tileattn.backends import ahead
 from tileattn.backends.hopper import backward_launch, launch, schedule
 from tileattn.problem import Forward, Wanted
 
@@ -79,6 +81,29 @@ def test_a_kept_kernel_is_the_one_that_triton_would_compile_for_other_sizes(name
     # Whole blocks of keys and others, unless a window hides what the others lack; deterministic or not.
     assert launches.count("attention_forward") == (1 if {"causal", "window"} & {*CALLS[name]} else 2)
     assert launches.count("attention_backward") == (2 if "causal" in CALLS[name] else 4)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypatch):
+    def note(kernel, programs, args):
+        launches.run(kernel, [], programs, args, 0)
+
+    def by_kernel():
+        return {kernel: found for (kernel, _), found in launches.compiled_for.items()}
+
+    monkeypatch.setattr(ahead, "begin", lambda device, compile_kernel: compile_kernel())
+    monkeypatch.setattr(backward_launch, "compile_only", note)
+    problem, inputs, dout, _ = build(BASE.but(seqlen_q=200, seqlen_k=200, **CALLS[name]))
+    like = ops.without_memory(inputs)
+    forward = ops.unwritten(problem, like)
+    backward_launch.anticipate(problem, like, forward, forward.out, None, Wanted())
+    anticipated = by_kernel()
+    launches.compiled_for.clear()
+    forward = launch.forward(problem, inputs)
+    launches.compiled_for.clear()
+    backward_launch.backward(problem, inputs, forward, dout, None, Wanted())
+    assert anticipated == by_kernel()
+    assert len(anticipated) == 3
 
 
 def test_modifiers_may_start_anywhere(launches):

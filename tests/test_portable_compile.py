@@ -11,7 +11,7 @@ from tileattn.problem import Problem, Wanted
 pytest.importorskip("triton")
 
 import triton
-from compiling import SHARED, TARGETS, compile_call, specialisations
+from compiling import SHARED, TARGETS, backward_kernels, compile_call, specialisations
 from oracle import ALL_DIMS, Case, build
 
 from tileattn.backends.portable import tuning
@@ -155,6 +155,17 @@ def test_nothing_is_compiled_anew_for_other_lengths_batches_or_heads(name, varle
         case = base.but(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_heads_k=heads)
         calls.append(build(case.but(**lengths, **options))[:2])
     assert specialisations(calls, TARGETS["sm90"], tuning.HOPPER) == sorted(expected)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_anticipated_is_what_backward_needs(name, varlen):
+    lengths = {"lengths_q": (60, 70), "lengths_k": (60, 70)} if varlen else {}
+    case = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, seqlen_q=70, seqlen_k=70)
+    problem, inputs, *_ = build(case.but(**lengths, **SIZES[name][1]))
+    anticipated, needed = backward_kernels(problem, inputs, TARGETS["sm90"], tuning.HOPPER)
+    assert needed
+    assert anticipated >= needed
 
 
 # bytes of spills a thread on Hopper for forward, backward_kv and backward_q, by head_dim, with Triton 3.6

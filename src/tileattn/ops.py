@@ -129,15 +129,29 @@ def _forward(*args: Any) -> Forward:
 
 def _forward_fake(*args: Any) -> Forward:
     problem, inputs, _ = split(args)
-    return _unwritten(problem, inputs)
+    return unwritten(problem, inputs)
 
 
-def _unwritten(problem: Problem, inputs: Inputs) -> Forward:
+def unwritten(problem: Problem, inputs: Inputs) -> Forward:
     """What forward will return, with nothing in it."""
     q = inputs.q
     rows = q.shape[:1] if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
     lse_shape = (problem.num_heads, *rows) if problem.varlen else rows
     return Forward(q.new_empty((*q.shape[:-1], problem.head_dim_v)), q.new_empty(lse_shape, dtype=problem.lse_dtype))
+
+
+def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    problem, inputs, backend = split(args[:-1])
+    wanted = Wanted(*args[-1])
+    backend = dispatch.choose_backward(problem, backend)
+    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, wanted)
+    return tuple(out.new_empty(0) if g is None else g for g in gradients)
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, inputs, _ = split(args[:-1])
+    sources = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink)
+    return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, args[-1], strict=True))
 
 
 # Problems of which a backward was announced, and kinds: problems that differ in sizes alone share their kernels.
@@ -155,30 +169,21 @@ def _anticipate(problem: Problem, inputs: Inputs, backend: str, wanted: Wanted) 
     known = kind in _anticipated
     _anticipated.update((problem, kind))
     if not known and problem.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        inputs = Inputs._make(
-            tuple(map(_without_memory, x)) if isinstance(x, tuple) else _without_memory(x) for x in inputs
-        )
-        forward = _unwritten(problem, inputs)
+        inputs = without_memory(inputs)
+        forward = unwritten(problem, inputs)
         serving = dispatch.load(dispatch.choose_backward(problem, backend))
         serving.anticipate(problem, inputs, forward, forward.out, None, wanted)
 
 
-def _without_memory(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+def without_memory(inputs: Inputs) -> Inputs:
+    """The same layouts, on the "meta" device."""
 
+    def like(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(like, x))
+        return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    problem, inputs, backend = split(args[:-1])
-    wanted = Wanted(*args[-1])
-    backend = dispatch.choose_backward(problem, backend)
-    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, wanted)
-    return tuple(out.new_empty(0) if g is None else g for g in gradients)
-
-
-def _backward_fake(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, inputs, _ = split(args[:-1])
-    sources = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink)
-    return tuple(x.new_empty(x.shape) if w else out.new_empty(0) for x, w in zip(sources, args[-1], strict=True))
+    return Inputs._make(map(like, inputs))
 
 
 class _Attention(torch.autograd.Function):
