@@ -46,7 +46,7 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
         return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
     refuse_tangents(inputs[:-2])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
-        return Forward(*_attend(problem, inputs, backend))
+        return Forward(*_attend(problem, inputs, backend, observed=False))
     return dispatch.load(backend).forward(problem, inputs)
 
 
@@ -191,13 +191,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, inputs: Inputs, backend: str, *_differentiable: Any
+        ctx: Any, problem: Problem, inputs: Inputs, backend: str, observed: bool, *_differentiable: Any
     ) -> tuple[Tensor, Tensor]:
-        if _observed(inputs):
+        if observed:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend))
         else:
-            _anticipate(problem, inputs, backend, Wanted(*ctx.needs_input_grad[3:]))
+            _anticipate(problem, inputs, backend, Wanted(*ctx.needs_input_grad[4:]))
             out, lse = dispatch.load(backend).forward(problem, inputs)
         *tensors, of_score, of_mask = inputs
         ctx.save_for_backward(out, lse, *tensors, *of_score, *of_mask)
@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
         out, lse, *saved = ctx.saved_tensors
         middle, end = len(Inputs._fields) - 2, len(saved) - ctx.num_of_mask
         inputs = Inputs._make((*saved[:middle], tuple(saved[middle:end]), tuple(saved[end:])))
-        wanted = Wanted(*ctx.needs_input_grad[3:])
+        wanted = Wanted(*ctx.needs_input_grad[4:])
         gradients: tuple[Tensor | None, ...]
         if torch.is_grad_enabled() or _observed(inputs):
             flat = _flat(ctx.problem, inputs, ctx.backend)
@@ -221,12 +221,12 @@ class _Attention(torch.autograd.Function):
         else:
             backend = dispatch.load(dispatch.choose_backward(ctx.problem, ctx.backend))
             gradients = backend.backward(ctx.problem, inputs, Forward(out, lse), dout, dlse, wanted)
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
-def _attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, inputs: Inputs, backend: str, observed: bool) -> tuple[Tensor, Tensor]:
     differentiable = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink  # as in Wanted
-    return _Attention.apply(problem, inputs, backend, *differentiable)
+    return _Attention.apply(problem, inputs, backend, observed, *differentiable)
 
 
 class _Gradients(torch.autograd.Function):
@@ -262,7 +262,7 @@ def _register() -> None:
     forward, backward = torch.ops.tileattn.attention_forward.default, torch.ops.tileattn.attention_backward.default
     _lib.impl("attention_forward", _forward, "CompositeExplicitAutograd")
     _lib.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-    _lib.impl("attention_forward", _autograd(forward, lambda *args: _attend(*split(args))), "Autograd")
+    _lib.impl("attention_forward", _autograd(forward, lambda *args: _attend(*split(args), observed=True)), "Autograd")
     _lib.impl("attention_backward", _autograd(backward, _Gradients.apply), "Autograd")
     torch.library.register_fake("tileattn::attention_forward", _forward_fake, lib=_lib)
     torch.library.register_fake("tileattn::attention_backward", _backward_fake, lib=_lib)

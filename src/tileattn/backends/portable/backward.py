@@ -216,7 +216,7 @@ class Backward:
         """Launch a kernel that recomputes P; describe_outputs(saved, *outputs) tells what sets it apart from others.
         along: which way it walks, None if not through lists."""
         p = self.problem
-        lists = None if along is None else list_tiles(self.launcher, p, self.inputs, tile, along)
+        lists = list_tiles(self.launcher, p, self.inputs, tile, along) if p.block_size and along else None
 
         def describe(
             inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, based_lse: Tensor,

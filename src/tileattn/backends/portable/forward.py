@@ -181,6 +181,6 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
         )
 
     launcher = Launcher(p, inputs)
-    lists = list_tiles(launcher, p, inputs, tile_for(p, "forward"), "keys")
+    lists = list_tiles(launcher, p, inputs, tile_for(p, "forward"), "keys") if p.block_size else None
     launcher.launch(forward_kernel, describe, out, lse, lists)
     return Forward(out, lse)

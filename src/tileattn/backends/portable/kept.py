@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -77,6 +78,8 @@ class Kept:
             args[STREAM] = driver.active.get_current_stream(device)
             if self.scratch:
                 args[SCRATCH] = allocate(self.scratch)
+        else:
+            triton.set_allocator(allocate)
         self.run(*args)
 
 

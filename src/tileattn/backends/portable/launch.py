@@ -239,8 +239,11 @@ class Launcher:
         if inputs.mask is not None:
             inputs = inputs._replace(mask=inputs.mask.view(torch.uint8))
         self.device = problem.device
+        self.elsewhere = self.device.type == "cuda" and self.device.index != torch.cuda.current_device()
+        self.watched = observed()
         self.inputs, self.others = inputs, others
-        tensors = _present(*inputs[:-2], *inputs.score_mod_tensors, *inputs.mask_mod_tensors, *others)
+        *places, of_score, of_mask = inputs
+        tensors = [x for x in (*places, *of_score, *of_mask, *others) if x is not None]
         self.addresses = [x.data_ptr() for x in tensors]
         self.kept = _kept(  # which inputs are there is said by the problem
             problem,
@@ -252,18 +255,17 @@ class Launcher:
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
         """Launch a kernel. describe(inputs, *others, *outputs) tells how; its tiles, the layout of outputs, and which
         are None, follow from what this launcher was made of, and from the role of a kernel that has several."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+        if self.elsewhere:
             with torch.cuda.device(self.device):
                 self._launch(kernel, role, describe, outputs)
         else:
             self._launch(kernel, role, describe, outputs)
 
     def _launch(self, kernel: Any, role: Any, describe: Describe, outputs: tuple[Tensor | None, ...]) -> None:
-        triton.set_allocator(allocate)
         key = kernel.fn, role, tuning._lookup  # which a search for tiles exchanges
         kept = self.kept.get(key)
-        if kept is not None and not observed():
-            kept.launch([*self.addresses, *[x.data_ptr() for x in _present(*outputs)]], self.device.index)
+        if kept is not None and not self.watched:
+            kept.launch(self.addresses + [x.data_ptr() for x in outputs if x is not None], self.device.index)
             return
         places: list[Tensor] = []
         arguments = _one_object_a_place((*self.inputs, *self.others, *outputs), places)
@@ -281,10 +283,6 @@ class Anticipation(Launcher):
         launch = describe(self.inputs, *self.others, *outputs)
         if launch.programs:
             ahead.begin(self.device, functools.partial(compile_only, kernel, launch))
-
-
-def _present(*tensors: Tensor | None) -> list[Tensor]:
-    return [x for x in tensors if x is not None]
 
 
 def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any, ...]:
@@ -322,6 +320,7 @@ def start(kernel: Any, launch: Launch) -> Any:
     scores read, prefetched, takes more shared memory than there is. Returns the compiled kernel; None from the
     interpreter."""
     tile = launch.tile
+    triton.set_allocator(allocate)  # of this thread
     try:
         return kernel[(launch.programs,)](*launch.args, **compile_options(tile))
     except OutOfResources:

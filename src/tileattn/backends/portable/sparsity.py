@@ -140,11 +140,10 @@ def with_found_blocks(problem: Problem, inputs: Inputs, launcher: type[Launcher]
     return replace(p, block_size=block_mask.BLOCK_SIZE), inputs._replace(block_mask=kinds)
 
 
-def list_tiles(launcher: Launcher, problem: Problem, inputs: Inputs, tile: Tile, along: Along) -> Tensor | None:
-    """The lists of a kernel of such tiles that walks along the keys, or along the rows; None without a block mask."""
+def list_tiles(launcher: Launcher, problem: Problem, inputs: Inputs, tile: Tile, along: Along) -> Tensor:
+    """The lists of a kernel of such tiles that walks along the keys, or along the rows, through a block mask."""
     p, kinds = problem, inputs.block_mask
-    if kinds is None:
-        return None
+    assert kinds is not None
     blocks_m, blocks_n = triton.cdiv(p.seqlen_q, tile.block_m), triton.cdiv(p.seqlen_k, tile.block_n)
     rows, length = (blocks_m, blocks_n) if along == "keys" else (blocks_n, blocks_m)
     batch, heads = p.batch if p.varlen else kinds.shape[0], kinds.shape[1]
