@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 _running: set[threading.Thread] = set()
 
@@ -20,7 +20,9 @@ def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device if device.type == "cuda" else -1):
             compile_kernel()._init_handles()  # also what launches it; whoever does so will see what is wrong
 
-    assert driver.active is not None  # made by now, once
+    if not _running:  # what all of them need, and would make each for itself
+        driver.active.get_current_target()
+        cache.triton_key()
     thread = threading.Thread(target=run, name="tileattn-compile")
     _running.add(thread)
     thread.start()
