@@ -2,21 +2,26 @@
 
     python benchmarks/hopper.py --suites square,gqa,window,wide,varlen --output result.json
 
-Every call has 16,384 tokens; heads x head_dim is 2,048 but where a suite says otherwise. FA3 (package fa3-fwd) and
-cuDNN (through torch) are measured where they can be had and support the call. of_matmul is the share of what a square
-product of 8,192 reaches in the same process.
+Every call has 16,384 tokens, or one longer sequence; heads x head_dim is 2,048 but where a suite says otherwise. FA3
+(package fa3-fwd), FA4 (flash-attn-4) and cuDNN (through torch) are measured where they can be had and support the call.
+of_matmul and of_exp2 are the shares of what the matrix units and those of exponentials give in the same process: to a
+square product of 8,192, and to exponentials alone. The larger one tells which binds.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from common import TOKENS, WIDTH, time_once, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +34,7 @@ LENGTHS = (64, 1536, 128, 6144, 256, 64, 768, 128, 3072, 64, 512, 128, 2048, 256
 
 class Case(NamedTuple):
     """One call. data: random; growing: logits grow towards the first key, which is visited last; outlier: one key
-    stands out; large: queries ten times as large."""
+    stands out; large: queries ten times as large; file:PATH: what activations.py wrote there."""
 
     suite: str
     lengths: tuple[int, ...]
@@ -45,18 +50,29 @@ class Case(NamedTuple):
     def varlen(self) -> bool:
         return len(set(self.lengths)) > 1
 
-    def flops(self) -> float:
-        """Of the scores that are seen, counting half of a causal square."""
+    def scores(self) -> float:
+        """Those that are seen, counting half of a causal square."""
         left, pairs = self.window[0], 0.0
         for n in self.lengths:
             pairs += n * left - left**2 / 2 if 0 <= left < n else n**2 / (2 if self.causal else 1)
-        return 2 * pairs * self.heads * (self.head_dim + self.head_dim_v)
+        return pairs * self.heads
+
+    def flops(self) -> float:
+        return 2 * self.scores() * (self.head_dim + self.head_dim_v)
+
+    @property
+    def variant(self) -> str:
+        return self.suite if self.suite != "square" else Path(self.data.removeprefix("file:")).stem
 
     def __str__(self) -> str:
         size = "varlen" if self.varlen else str(self.lengths[0])
         dims = f"d{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         heads = f"{self.heads}/{self.heads_k}"
-        return f"{self.suite:7} {dims:9} {heads:6} {size:6} {'causal' if self.causal else 'full':6} {self.data}"
+        return f"{self.suite:7} {dims:9} {heads:6} {size:6} {'causal' if self.causal else 'full':6} {self.variant}"
+
+
+def lengths_of(n: int) -> tuple[int, ...]:
+    return (n,) * max(TOKENS // n, 1)
 
 
 def cases(suite: str, head_dims: list[int], seqlens: list[int], data: list[str]) -> Iterator[Case]:
@@ -66,21 +82,41 @@ def cases(suite: str, head_dims: list[int], seqlens: list[int], data: list[str])
                 for n in seqlens:
                     for kind in data:
                         heads = WIDTH // head_dim
-                        yield Case(suite, (n,) * (TOKENS // n), head_dim, head_dim, heads, heads, causal, data=kind)
+                        yield Case(suite, lengths_of(n), head_dim, head_dim, heads, heads, causal, data=kind)
         elif suite == "gqa":
             for n in seqlens:
-                yield Case(suite, (n,) * (TOKENS // n), 128, 128, 64, 8, causal)
+                yield Case(suite, lengths_of(n), 128, 128, 64, 8, causal)
         elif suite == "window" and causal:
             for n in (4096, 16384):
-                yield Case(suite, (n,) * (TOKENS // n), 128, 128, 16, 16, causal, (1024, 0))
+                yield Case(suite, lengths_of(n), 128, 128, 16, 16, causal, (1024, 0))
         elif suite == "wide":
             for n in seqlens:
-                yield Case(suite, (n,) * (TOKENS // n), 192, 128, 16, 16, causal)
+                yield Case(suite, lengths_of(n), 192, 128, 16, 16, causal)
         elif suite == "varlen":
             yield Case(suite, LENGTHS, 128, 128, 16, 16, causal)
 
 
+def activations(case: Case) -> list[Tensor]:
+    """q, k and v of a file, repeated to a case's batch, length, heads and head_dim."""
+    found = torch.load(case.data.removeprefix("file:"))
+    group = found["q"].shape[2] // found["k"].shape[2]
+    tiled = []
+    for name, heads, head_dim in (
+        ("q", case.heads, case.head_dim),
+        ("k", case.heads_k, case.head_dim),
+        ("v", case.heads_k, case.head_dim_v),
+    ):
+        x = found[name] if name == "q" else found[name].repeat_interleave(group, 2)
+        x = x.flatten(2)
+        for dim, size in enumerate((len(case.lengths), case.lengths[0], heads * head_dim)):
+            x = x.index_select(dim, torch.arange(size) % x.shape[dim])
+        tiled.append(x.cuda().unflatten(2, (heads, head_dim)))
+    return tiled
+
+
 def tensors(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    if case.data.startswith("file:"):
+        return [x.to(dtype) for x in activations(case)]
     generator = torch.Generator("cuda").manual_seed(0)
     rows = (sum(case.lengths),) if case.varlen else (len(case.lengths), case.lengths[0])
     shapes = (case.heads, case.head_dim), (case.heads_k, case.head_dim), (case.heads_k, case.head_dim_v)
@@ -95,25 +131,34 @@ def tensors(case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype) for x in (q, k, v)]
 
 
+@functools.lru_cache
+def peers() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Those that are installed: for sequences of one length, and for packed ones."""
+    found = {}
+    for name, module in (("fa3", "fa3_fwd_interface"), ("fa4", "flash_attn.cute")):
+        try:
+            peer = importlib.import_module(module)
+        except ImportError:
+            continue
+        found[name] = peer.flash_attn_func, peer.flash_attn_varlen_func
+    return found
+
+
 def implementations(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
     """By name. Each allocates its own output; cuDNN gets its tensors in the order that it prefers."""
-    try:
-        from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
-    except ImportError:
-        flash_attn_func = flash_attn_varlen_func = None
     causal, window = case.causal, case.window
-    found: dict[str, Callable[[], Any]] = {}
+    windows = {"tileattn": {"window": window}, "fa3": {"window_size": window}}
+    windows["fa4"] = {"window_size": tuple(None if side < 0 else side for side in window)}
+    packed: dict[str, Any] = {}
     if case.varlen:
         ends = torch.tensor((0, *case.lengths), device="cuda").cumsum(0).to(torch.int32)
-        packed = (q, k, v, ends, ends, max(case.lengths), max(case.lengths))
-        found["tileattn"] = functools.partial(tileattn.attention_varlen, *packed, causal=causal, window=window)
-        if flash_attn_varlen_func is not None:
-            found["fa3"] = functools.partial(flash_attn_varlen_func, *packed, causal=causal, window_size=window)
-        return found
-    found["tileattn"] = functools.partial(tileattn.attention, q, k, v, causal=causal, window=window)
-    if flash_attn_func is not None:
-        found["fa3"] = functools.partial(flash_attn_func, q, k, v, causal=causal, window_size=window)
-    if window == (-1, -1):
+        packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        packed |= {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.lengths)}
+    found: dict[str, Callable[[], Any]] = {
+        name: functools.partial(pair[case.varlen], q, k, v, **packed, causal=causal, **windows[name])
+        for name, pair in {"tileattn": (tileattn.attention, tileattn.attention_varlen), **peers()}.items()
+    }
+    if not case.varlen and window == (-1, -1):
         heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
         def cudnn() -> Any:
@@ -126,15 +171,22 @@ def implementations(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Ca
     return found
 
 
-def supported(functions: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """A call's kernels without its host work."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def supported(functions: dict[str, Callable[[], Any]], graph: bool) -> dict[str, Callable[[], Any]]:
     kept = {}
     for name, function in functions.items():
         try:
             function()
-        except RuntimeError as error:  # noqa: PERF203
-            print(f"{name} refuses: {str(error).splitlines()[0][:100]}")
-        else:
-            kept[name] = function
+            kept[name] = captured(function) if graph else function
+        except Exception as error:  # noqa: PERF203  (peers raise what they like)
+            print(f"{name} refuses: {str(error)[:100]}".splitlines()[0])
     return kept
 
 
@@ -156,7 +208,30 @@ def matmul_peak(dtype: torch.dtype) -> float:
     return 2 * 8192**3 / milliseconds({"mm": lambda: a @ b}, 3, 60.0)["mm"] * 1e-9
 
 
-def row(name: str, ms: float, case: Case, dtype: torch.dtype, peak: float) -> dict[str, Any]:
+@triton.jit
+def _exponentials(out_ptr, count):
+    x = (tl.arange(0, 4096) + tl.program_id(0)).to(tl.float32)
+    for _ in range(count):
+        x = tl.exp2(-x)
+    tl.store(out_ptr + tl.arange(0, 4096), x)
+
+
+def exponential_peak() -> float:
+    """Exponentials a millisecond, of which nothing else keeps the units."""
+    programs, count = 4096, 1024
+    out = torch.empty(4096, device="cuda")
+    ms = milliseconds({"exp2": lambda: _exponentials[(programs,)](out, count)}, 3, 20.0)["exp2"]
+    return programs * 4096 * count / ms
+
+
+class Peaks(NamedTuple):
+    """TFLOP/s of the matrix units, exponentials a millisecond."""
+
+    matmul: float
+    exponentials: float
+
+
+def row(name: str, ms: float, case: Case, dtype: torch.dtype, peaks: Peaks) -> dict[str, Any]:
     tflops = case.flops() / ms * 1e-9
     return {
         "impl": name,
@@ -170,10 +245,11 @@ def row(name: str, ms: float, case: Case, dtype: torch.dtype, peak: float) -> di
         "head_dim": case.head_dim,
         "head_dim_v": case.head_dim_v,
         "causal": case.causal,
-        "variant": case.data if case.suite == "square" else case.suite,
+        "variant": case.variant,
         "ms": round(ms, 5),
         "tflops": round(tflops, 1),
-        "of_matmul": round(tflops / peak, 3),
+        "of_matmul": round(tflops / peaks.matmul, 3),
+        "of_exp2": round(case.scores() / ms / peaks.exponentials, 3),
     }
 
 
@@ -182,7 +258,8 @@ def main() -> None:
     parser.add_argument("--suites", default="square", help="of square,gqa,window,wide,varlen")
     parser.add_argument("--head-dims", default="64,128,256", help="of the square suite")
     parser.add_argument("--seqlens", default="1024,4096,16384")
-    parser.add_argument("--data", default="random", help="of random,growing,outlier,large, in the square suite")
+    parser.add_argument("--data", default="random", help="of the square suite: random,growing,outlier,large,file:PATH")
+    parser.add_argument("--graph", action="store_true", help="time replays of captured calls, so without host work")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duration", type=float, default=60.0, help="milliseconds of each round")
@@ -191,17 +268,19 @@ def main() -> None:
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     head_dims, seqlens = ([*map(int, text.split(","))] for text in (options.head_dims, options.seqlens))
-    peak = matmul_peak(dtype)
-    print(f"matmul {peak:.0f} TFLOP/s")
+    peaks = Peaks(matmul_peak(dtype), exponential_peak())
+    print(f"matmul {peaks.matmul:.0f} TFLOP/s, {peaks.exponentials * 1e-9:.2f} 10^12 exponentials a second")
     rows = []
     for suite in options.suites.split(","):
         for case in cases(suite, head_dims, seqlens, options.data.split(",")):
-            functions = supported(implementations(case, *tensors(case, dtype)))
+            functions = supported(implementations(case, *tensors(case, dtype)), options.graph)
             found = milliseconds(functions, options.rounds, options.duration)
-            measured = [row(name, ms, case, dtype, peak) for name, ms in found.items()]
+            how = {"graph": options.graph, "duration": options.duration}
+            measured = [row(name, ms, case, dtype, peaks) | how for name, ms in found.items()]
             rows += measured
             shown = "  ".join(f"{r['impl']} {r['tflops']:.0f}" for r in measured)
-            print(f"{case} {shown}  ({measured[0]['of_matmul']:.0%} of matmul)", flush=True)
+            ours = measured[0]
+            print(f"{case} {shown}  ({ours['of_matmul']:.0%} of matmul, {ours['of_exp2']:.0%} of exp2)", flush=True)
     if options.output:
         write(options.output, rows, options.commit)
 

@@ -517,6 +517,10 @@ class Kernel:
             raise FaultError(f"the tile counter is left at {counter[0]}")
         return Forward(torch.from_numpy(out).to(problem.dtype), torch.from_numpy(lse))
 
+    def module(self, name: str) -> dict[str, Any]:
+        """A file's names, for what needs no partitions."""
+        return self._load(name, _triton(Machine(0), 0, 0))
+
     def rank(self, inputs: Inputs, packs: int, block_m: int) -> np.ndarray:
         """The table of packed sequences."""
         assert inputs.cu_seqlens_q is not None

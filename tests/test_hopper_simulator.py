@@ -1,5 +1,7 @@
 """The Hopper kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
 
+import itertools
+
 import pytest
 import torch
 from oracle import Case, assert_rule, build
@@ -7,7 +9,9 @@ from oracle import Case, assert_rule, build
 from tileattn.reference import standard_attention
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from hopper_simulator import FaultError, Kernel
+from hopper_simulator import FaultError, Kernel, Scalar
+
+from tileattn.backends.hopper.launch import mode_of
 
 SMALL = Case(batch=1, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
 CASES = {
@@ -142,3 +146,20 @@ def test_sequences_do_not_touch():
     for rows in (slice(0, 100), slice(160, None)):
         assert torch.equal(found.out[rows], expected.out[rows])
         assert torch.equal(found.lse[:, rows], expected.lse[:, rows])
+
+
+@pytest.mark.parametrize(("heads", "sections"), [(1, [1]), (3, [3]), (5, [5]), (6, [3, 3]), (16, [3, 3, 3, 3, 4])])
+def test_causal_tiles_come_longest_first_in_sections_none_of_which_is_small(heads, sections):
+    problem, _, _, _ = build(SMALL.but(num_heads=heads, num_heads_k=heads, seqlen_q=1024, seqlen_k=1024, causal=True))
+    schedule = Kernel().module("schedule")
+    mode = mode_of(problem)
+    blocks_m = -(-1024 // mode.BLOCK_M)
+    grid = schedule["Grid"](heads, 1, 1024, 1024, 1, 0, 1, 3 * 1024, heads * blocks_m)
+    tiles = iter([schedule["locate"](Scalar(i), 0, None, grid, mode) for i in range(heads * blocks_m)])
+    first = 0
+    for section in sections:
+        found = [(work.row, work.head) for work in itertools.islice(tiles, section * blocks_m)]
+        rows = [block * mode.BLOCK_M for block in reversed(range(blocks_m))]
+        assert found == [(row, first + head) for row in rows for head in range(section)]
+        first += section
+    assert next(tiles, None) is None

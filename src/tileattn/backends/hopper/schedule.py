@@ -125,9 +125,11 @@ def locate(tile, sequence, table_ptr, grid, mode):
     blocks_m = gl.maximum((seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M, 1)
     section = gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_k, 1), all_heads), 1)
     per_section = section * blocks_m
-    first_head = tile // per_section * section
-    heads = gl.minimum(section, all_heads - first_head)
-    within = tile % per_section
+    # The last section takes the heads that are too few for one of their own: long tiles that come late end late.
+    number = gl.minimum(tile // per_section, all_heads // section - 1)
+    first_head = number * section
+    heads = gl.where(first_head + 2 * section > all_heads, all_heads - first_head, section)
+    within = tile - number * per_section
     block_m = within // heads
     head = first_head + within % heads
     if not mode.VARLEN:
