@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from hopper_compiling import call_of, compile_backward
+from hopper_compiling import MORE_SPILLS, call_of, compile_backward
 
 from tileattn.backends.hopper.backward_launch import FIRST_BARRIER
 
@@ -36,7 +36,7 @@ def test_products_stay_asynchronous_and_registers_suffice(name):
     products, waits = (96, 12) if head_dim > 128 else (64, 10)
     assert found.count("HGMMA") == products * steps
     assert waits * steps <= sum("WARPGROUP.DEPBAR" in line for line in found.code) <= (waits + 1) * steps
-    assert found.spills <= spills
+    assert found.spills <= spills + MORE_SPILLS
     assert found.shared <= 227 * 1024
 
 

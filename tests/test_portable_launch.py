@@ -1,16 +1,19 @@
 """Launches that are kept and repeated: with the arguments, and by the kernel, that a fresh launch would have."""
 
+import types
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
 from oracle import ALL_DIMS, Case, build, wanted
 from triton import language as tl
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tileattn.backends import portable
+from tileattn.backends import entry, portable
 from tileattn.backends.portable import launch
 from tileattn.problem import Problem
 
@@ -175,3 +178,14 @@ def test_fewer_stages_where_shared_memory_runs_out():
     assert [launch.start(Greedy(stages), too_much) for stages in (3, 2, 1)] == [3, 2, 1]
     with pytest.raises(OutOfResources):
         launch.start(Greedy(0), too_much)
+
+
+def test_a_launcher_with_other_names_inside_is_left_to_triton(monkeypatch):
+    def renamed(enter):
+        return lambda *args: enter(*args)
+
+    class CudaLauncher:
+        launch = staticmethod(renamed(print))
+
+    monkeypatch.setattr(triton, "__version__", "3.6.9")
+    assert entry.entry_of(types.SimpleNamespace(run=CudaLauncher()), 1) is None
