@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -229,20 +230,20 @@ def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     stream = driver.active.get_current_stream(out.device.index)
     table, programs = None, plan.most_programs
     if plan.mode.VARLEN.value:
-        table = table_of(inputs, plan, out.shape[1], stream)
+        table = table_of(inputs, plan, out.shape[1], stream, _run)
     args = arguments(plan, inputs, out, lse, counter_for(out.device, stream), table)
     _run(attention_forward, plan.kernel, programs, args, stream)
 
 
-def table_of(inputs: Inputs, plan: Plan, num_heads: int, stream: int) -> Tensor:
-    """Packed sequences in the order of their work, see rank_sequences."""
+def table_of(inputs: Inputs, plan: Plan, num_heads: int, stream: int, run: Callable[..., None]) -> Tensor:
+    """Packed sequences in the order of their work, see rank_sequences, by a kernel that `run` is given as `_run` is."""
     cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     assert cu_seqlens_q is not None
     sequences = cu_seqlens_q.shape[0] - 1
     table = torch.empty((TABLE_FIELDS, sequences + 1), dtype=torch.int32, device=cu_seqlens_q.device)
     packs, block_m = num_heads // plan.mode.PACK.value, plan.mode.BLOCK_M.value
     args = cu_seqlens_q, cu_seqlens_k, table, sequences, packs, block_m
-    _run(rank_sequences, plan.ranking, sequences // RANKED.value + 1, args, stream)
+    run(rank_sequences, plan.ranking, sequences // RANKED.value + 1, args, stream)
     return table
 
 
