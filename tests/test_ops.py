@@ -134,6 +134,15 @@ def test_forward_mode_is_refused_and_not_lost(jvp):
     jvp(lambda x: x + tileattn.attention(q, k, v).sum(), bias, bias)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
+def test_function_transforms_are_refused_where_attention_would_be_transformed(transform):
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    with pytest.raises(NotImplementedError, match="function transforms"):
+        transform(lambda q: tileattn.attention(q, k, v).sum())(q[None] if transform is torch.func.vmap else q)
+    out = transform(lambda x: (x * tileattn.attention(q, k, v)).sum())(q)
+    assert out.isfinite().all()
+
+
 def test_gradcheck_of_every_input_at_once():
     options = everything()
     learnable = [name for name in options if name in ("bias", "alibi_slopes", "sink")]

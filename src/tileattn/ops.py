@@ -74,6 +74,13 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
         )
 
 
+def _refuse_transforms(*_: Any) -> None:
+    raise NotImplementedError(
+        "tileattn: function transforms (torch.func.grad, vjp, jacrev, vmap) are not supported; use "
+        "torch.autograd.grad, and put what is mapped over into the batch"
+    )
+
+
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -251,6 +258,8 @@ def _autograd(operator: Any, record: Callable[..., tuple[Tensor, ...]]) -> Any:
     def kernel(*args: Any) -> tuple[Tensor, ...]:
         refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                _refuse_transforms()
             return record(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
@@ -266,6 +275,8 @@ def _register() -> None:
     _lib.impl("attention_backward", _autograd(backward, _Gradients.apply), "Autograd")
     torch.library.register_fake("tileattn::attention_forward", _forward_fake, lib=_lib)
     torch.library.register_fake("tileattn::attention_backward", _backward_fake, lib=_lib)
+    for name in ("attention_forward", "attention_backward"):
+        torch.library.register_vmap(f"tileattn::{name}", _refuse_transforms, lib=_lib)
 
 
 _register()
