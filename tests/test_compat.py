@@ -305,6 +305,20 @@ def test_cached_keys_and_rotary_embedding(causal, interleaved):
     torch.testing.assert_close(args[1], k_cache)
 
 
+@pytest.mark.parametrize(("module", "wide"), [(flash_attn, (32, 32)), (flash_attn_interface, (31, 2))])
+def test_a_window_too_wide_to_hide_anything_is_none_to_the_rotary_embedding(module, wide):
+    """Of 32 places in the cache and 3 rows."""
+    args, lengths = cached()
+    angle = torch.rand(40, 4) * 6
+    call = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "cache_seqlens": lengths}
+    windows = (-1, -1), wide, (wide[0] - 1, wide[1])
+    without, with_wide, narrower = (
+        module.flash_attn_with_kvcache(*(x.clone() for x in args), window_size=window, **call) for window in windows
+    )
+    assert torch.equal(without, with_wide)
+    assert not torch.allclose(without, narrower)
+
+
 def test_flash_attn_3_counts_positions_from_rotary_seqlens_and_takes_packed_queries():
     (q, k_cache, v_cache, k, v), lengths = cached()
     angle = torch.rand(60, 4)

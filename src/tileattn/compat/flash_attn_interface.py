@@ -15,7 +15,7 @@ from torch import Tensor
 from tileattn.api import attention, attention_varlen
 from tileattn.compat.chunks import chunked, chunked_cache
 from tileattn.compat.flash_attn.flash_attn_interface import _options
-from tileattn.compat.kvcache import with_kvcache
+from tileattn.compat.kvcache import capacity_of, with_kvcache, without_wide
 from tileattn.compat.packing import Packed, used_rows
 
 
@@ -192,14 +192,16 @@ def flash_attn_with_kvcache(
     }
     if cu_seqlens_k_new is not None:
         options["cu_seqlens_k"] = cu_seqlens_k_new
+    capacity = capacity_of(k_cache, page_table)
+    rows = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
+    options["window"] = without_wide(options["window"], capacity - 1, capacity if rows is None else rows - 1)
     if attention_chunk:
-        capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         lens_q, lens_new = _lengths(q, cu_seqlens_q, batch), 0 if k is None else _lengths(k, cu_seqlens_k_new, batch)
         cached = capacity if cache_seqlens is None else cache_seqlens
         lens_k = torch.zeros_like(lens_q) + cached + lens_new - (0 if cache_leftpad is None else cache_leftpad)
-        rows = q.shape[1] if cu_seqlens_q is None else int(lens_q.max() if max_seqlen_q is None else max_seqlen_q)
-        chunked_cache(options, attention_chunk, rows, (lens_q, lens_k), capacity)
+        longest = int(lens_q.max()) if rows is None else rows
+        chunked_cache(options, attention_chunk, longest, (lens_q, lens_k), capacity)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     pair = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options, rotary_seqlens)
     return pair if return_softmax_lse else pair[0]

@@ -12,6 +12,17 @@ from tileattn.kvcache_api import attention_with_kvcache
 from tileattn.rotary import positions, rotate
 
 
+def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
+    """How many keys a sequence may have."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def without_wide(window: tuple[int, int], left: int, right: int) -> tuple[int, int]:
+    """The window without bounds of `left` or `right` and more, which hide nothing: flash_attn takes a call with such
+    for one that has no window, and its rotary embedding too."""
+    return -1 if window[0] >= left else window[0], -1 if window[1] >= right else window[1]
+
+
 @torch.no_grad()
 def with_kvcache(
     q: Tensor,
@@ -46,8 +57,7 @@ def with_kvcache(
         k = rotate(k, cos[at], sin[at], interleaved)
         cos = sin = None
     if num_splits == 1:  # one run of keys, whatever else is in the batch
-        table = options.get("block_table")
-        capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        capacity = capacity_of(k_cache, options.get("block_table"))
         options = options | {"split_size": max(-(-capacity // 128) * 128, 128)}
     return attention_with_kvcache(
         q,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tileattn import dispatch, ops
 from tileattn.api import attention, attention_varlen
-from tileattn.compat.kvcache import with_kvcache
+from tileattn.compat.kvcache import capacity_of, with_kvcache, without_wide
 from tileattn.compat.packing import Packed, paged_rows, used_rows
 from tileattn.philox import keep_mask
 from tileattn.problem import Forward, Inputs, Problem, Wanted
@@ -205,6 +205,8 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad,
         "block_table": block_table,
     }
+    capacity = capacity_of(k_cache, block_table)
+    options["window"] = without_wide(options["window"], capacity, capacity)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     out, lse = with_kvcache(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, num_splits, options)
     return (out, _infinite(lse)) if return_softmax_lse else out
