@@ -562,6 +562,33 @@ def test_rotary_embedding_in_place_has_the_gradient_of_one_that_is_not():
     torch.testing.assert_close(*(torch.autograd.grad(y, z, dkv) for y, z in ((computed, leaf), (expected, apart))))
 
 
+@pytest.mark.parametrize("scale_base", [None, 32.0])
+@pytest.mark.parametrize("offset", [0, 4, "tensor"])
+def test_the_module_turns_so_that_scores_depend_on_distances(scale_base, offset):
+    """The same vectors everywhere: q_i.k_j is a function of i - j, and with scale_base it fades."""
+    module = rotary.RotaryEmbedding(D, scale_base=scale_base)
+    qkv = torch.randn(1, 1, 3, 1, D).expand(B, 12, 3, 1, D).contiguous()
+    separate = qkv[:, :, 0].clone(), qkv[:, :, 1:].clone()
+    v = qkv[:, :, 2].clone()
+    at = {"seqlen_offset": torch.tensor([1, 6]) if offset == "tensor" else offset, "max_seqlen": 18}
+    turned = module(qkv, **at)
+    assert torch.equal(turned[:, :, 2], v)
+    q, k = turned[:, :, 0, 0], turned[:, :, 1, 0]
+    scores = q @ k.mT
+    for distance in range(-5, 6):
+        same = scores.diagonal(distance, 1, 2)
+        torch.testing.assert_close(same, same[0, :1].expand_as(same))
+    frequency = 10000.0 ** (-torch.arange(0, D, 2) / D)
+    angle = 3 * frequency
+    fade = 1.0 if scale_base is None else ((torch.arange(0, D, 2) + 0.4 * D) / (1.4 * D)) ** (3 / scale_base)
+    x, y = (part[0, 0, 0].unflatten(-1, (2, D // 2)) for part in (separate[0], separate[1][:, :, 0]))
+    real = (x * y).sum(0) * angle.cos() + (x[1] * y[0] - x[0] * y[1]) * -angle.sin()
+    torch.testing.assert_close(scores[0, 3, 0], (real * fade).sum())
+    got_q, got_kv = module(*separate, **at)
+    torch.testing.assert_close(got_q[:, :, 0], q)
+    torch.testing.assert_close(got_kv[:, :, 0, 0], k)
+
+
 def run_python(code):
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -67,6 +67,86 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return rotate_differentiable(x, cos, sin, interleaved)
 
 
+class RotaryEmbedding(torch.nn.Module):
+    """Turns queries and keys by angles of frequencies base ** (-2i / dim) (Su et al. 2021). scale_base: q and k are
+    scaled too, so that q.k fades with distance (xPos, Sun et al. 2022). Keeps the cosines and sines of positions seen.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        i = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("scale", None if scale_base is None else (i + 0.4 * dim) / (1.4 * dim), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Know the angles of positions up to seqlen. Computed in float32 whatever the module was cast to."""
+        known = self._cos_cached
+        if (
+            known is not None
+            and seqlen <= self._seq_len_cached
+            and (known.device, known.dtype) == (device, dtype)
+            and not (self.training and known.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
+        at = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angle = torch.outer(at, inv_freq.to(at.device))
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale is None or self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        scale = self.scale.to(at.device) ** ((at - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Turns qkv in place as `apply_rotary_emb_qkv_`; or, with kv (batch, seqlen, 2, nheads, headdim), q in its
+        place and kv. seqlen_offset as a tensor needs max_seqlen, the longest with its offset."""
+        if max_seqlen is None and not isinstance(seqlen_offset, Tensor):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError("max_seqlen: got None with a tensor as seqlen_offset, before any positions were known")
+        if kv is None:
+            of_k = self._cos_k_cached, self._sin_k_cached
+            return apply_rotary_emb_qkv_(qkv, cos, sin, *of_k, self.interleaved, seqlen_offset, num_heads_q)
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+
 def turn(
     x: Tensor,
     cos: Tensor,
