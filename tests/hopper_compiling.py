@@ -19,8 +19,8 @@ from tileattn.backends.hopper.launch import arguments, plan_for
 from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_sequences
 from tileattn.problem import Inputs, Problem
 
-# Bytes of spills a thread that Triton 3.9 was seen to need beyond the budgets, which are those of 3.6 to 3.8.
-MORE_SPILLS = 112 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
+# Bytes of spills a thread that Triton 3.8 and 3.9 were seen to need beyond the budgets, which are those of 3.6 and 3.7.
+MORE_SPILLS = 136 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 0
 
 
 class Compiled(NamedTuple):

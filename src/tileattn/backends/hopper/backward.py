@@ -170,8 +170,9 @@ def store_rows(desc, outbox, work, WARPGROUP: gl.constexpr, mode):
 
 @gluon.jit
 def rows_in(outbox, desc):
-    """The outbox's memory as a block of desc."""
-    return reinterpret(outbox.block, desc.dtype, desc.block_type.shape, desc.layout)
+    """The outbox's memory, of float32, as blocks of desc: the first."""
+    blocks: gl.constexpr = 4 * outbox.block.shape[0] * outbox.block.shape[1] // desc.block_type.nbytes
+    return reinterpret(outbox.block, desc.dtype, [blocks] + desc.block_type.shape, desc.layout).index(0)  # noqa: RUF005
 
 
 @gluon.jit
