@@ -178,8 +178,7 @@ class Problem:
         optional = cu_seqlens_q, cu_seqlens_k, bias, mask, alibi_slopes, sink, dropout_seed
         key = None
         if not torch.compiler.is_compiling() and _all_none(*optional, score_mod, mask_mod, block_mask):
-            key = _metadata(q, k, v, causal, scale, window, softcap, dropout_p, deterministic)
-            found = _checked.get(key)
+            key, found = _lookup(q, k, v, causal, scale, window, softcap, dropout_p, deterministic)
             if found is not None:
                 return found, Inputs(_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v))
         varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -253,15 +252,15 @@ def _all_none(*arguments: Any) -> bool:
     return set(map(type, arguments)) == {type(None)}
 
 
-def _metadata(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
-    """All that checks of such a call look at, or None where that has no hash (symbolic sizes, a window in a list)."""
+def _lookup(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> tuple[Any, Problem | None]:
+    """All that checks of such a call look at, and what they found; None where that has no hash (symbolic sizes, a
+    window in a list)."""
     try:
         strides = (q.stride(), k.stride(), v.stride())
         key = (q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scalars)
-        hash(key)
+        return key, _checked.get(key)
     except (AttributeError, TypeError):
-        return None
-    return key
+        return None, None
 
 
 def aligned_strides(*tensors: Tensor) -> bool:

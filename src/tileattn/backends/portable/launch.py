@@ -242,14 +242,20 @@ class Launcher:
         self.elsewhere = self.device.type == "cuda" and self.device.index != torch.cuda.current_device()
         self.watched = observed()
         self.inputs, self.others = inputs, others
-        *places, of_score, of_mask = inputs
-        tensors = [x for x in (*places, *of_score, *of_mask, *others) if x is not None]
-        self.addresses = [x.data_ptr() for x in tensors]
-        self.kept = _kept(  # which inputs are there is said by the problem
-            problem,
+        q, k, v, *modifiers, of_score, of_mask = inputs
+        modifiers = [x for x in (*modifiers, *of_score, *of_mask) if x is not None]
+        self.addresses = [x.data_ptr() for x in (q, k, v, *modifiers, *others) if x is not None]
+        self.kept = _kept(
+            problem,  # which says what inputs there are, and the dtype and shape of q, k and v
             _precision(problem),
-            *[x is None for x in others],
-            *[(x.dtype, x.shape, x.stride(), at % 16) for x, at in zip(tensors, self.addresses, strict=True)],
+            q.shape[0],  # but not how many rows packed sequences have
+            k.shape[0],
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            *[(x.dtype, x.shape, x.stride()) for x in modifiers],
+            *[None if x is None else (x.dtype, x.stride()) for x in others],  # whose shapes follow
+            *[address % 16 for address in self.addresses],
         )
 
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
