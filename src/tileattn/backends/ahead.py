@@ -20,12 +20,20 @@ def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device if device.type == "cuda" else -1):
             compile_kernel()._init_handles()  # also what launches it; whoever does so will see what is wrong
 
-    if not _running:  # what all of them need, and would make each for itself
-        driver.active.get_current_target()
-        cache.triton_key()
+    if not _running:
+        _make_ready()
     thread = threading.Thread(target=run, name="tileattn-compile")
     _running.add(thread)
     thread.start()
+
+
+def _make_ready() -> None:
+    """Make what every compilation needs and would make for itself, half a second each: a library that calls the driver,
+    and a hash of Triton's files."""
+    hashing = threading.Thread(target=cache.triton_key)
+    hashing.start()
+    driver.active.get_current_target()
+    hashing.join()
 
 
 def wait() -> None:
