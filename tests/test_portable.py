@@ -74,7 +74,7 @@ LISTED = {
 
 @pytest.mark.parametrize("along", ["keys", "rows"])
 @pytest.mark.parametrize("name", LISTED)
-def test_lists_name_each_tile_that_is_seen_and_whether_it_needs_a_mask(name, along):
+def test_lists_name_each_tile_that_is_seen_and_what_hides_parts_of_it(name, along):
     problem, inputs, *_ = build(SMALL.but(**LISTED[name]))
     tile = portable.tuning.Tile(32, 16, 1, 1)
     lists = list_tiles(Launcher(problem, inputs), problem, inputs, tile, along)
@@ -91,9 +91,10 @@ def test_lists_name_each_tile_that_is_seen_and_whether_it_needs_a_mask(name, alo
             part = slice(m, m + 32), slice(n, n + 16)
             if (in_window[part] & (kinds[part] != SKIPPED)).any():
                 beyond = along == "keys" and n + 16 > cols
-                whole = bool((in_window[part] & (kinds[part] == FULL)).all()) and not beyond
+                full = bool((kinds[part] == FULL).all())
+                whole = full and bool(in_window[part].all()) and not beyond
                 block, place = (m // 32, n // 16) if along == "keys" else (n // 16, m // 32)
-                found.setdefault(block, ([], []))[0 if whole else 1].append(place)
+                found.setdefault(block, ([], []))[0 if whole else 1].append(2 * place + full)
         length = -(-cols // 16) if along == "keys" else -(-rows // 32)
         for block, row in enumerate(lists[b, h].tolist()):
             whole, partial = found.get(block, ([], []))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tileattn.backends.portable.device.gradients import score_gradient
-from tileattn.backends.portable.device.masks import SKIPPED, kind_at, tile_ranges
+from tileattn.backends.portable.device.masks import FULL, SKIPPED, kind_at, tile_ranges
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -65,15 +65,16 @@ def backward_bias_kernel(
                     mode.left, mode.right, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 for col in tl.range(tl.maximum(lo, start_n), tl.minimum(hi, end_n), BLOCK_N):
-                    visit = True
+                    visit, full = True, False
                     if mode.kinds == "of a tile":
-                        visit = kind_at(row, col, in_head) != SKIPPED
+                        kind = kind_at(row, col, in_head)
+                        visit, full = kind != SKIPPED, kind == FULL
                     if visit:
                         k_tile = load_rows(k_rows, col, mode, True)
                         v_tile = load_rows(v_rows, col, mode, True)
                         ds, _dqk = score_gradient(
-                            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, row, col, in_head, seqs, mods, mode,
-                            True, BLOCK_M, BLOCK_N,
+                            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, row, col, full, in_head, seqs, mods,
+                            mode, True, BLOCK_M, BLOCK_N,
                         )  # fmt: skip
                         acc += ds
     rows = start_m + tl.arange(0, BLOCK_M)[:, None]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.gradients import probabilities
-from tileattn.backends.portable.device.masks import tile_at, visible, walk_of
+from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -36,22 +36,21 @@ def _walk_rows(
     """Add what the rows at the places [lo, hi) give to the gradients of a block of keys. Score tiles are transposed:
     keys down."""
     unit = score_unit(mods, mode)
-    ahead = tile_at(lo, tiles, mode, BLOCK_M)
+    origin = start_n - (in_head.seqlen_k - in_head.seqlen_q)
+    ahead = entry_at(lo, tiles, mode, BLOCK_M)
     for place in tl.range(lo, hi, BLOCK_M):
-        start_m = place
-        if mode.listed:
-            start_m = ahead
-            ahead = tile_at(place + BLOCK_M, tiles, mode, BLOCK_M)
+        start_m, full = tile_of(place, ahead, mode, BLOCK_M)
+        ahead = entry_at(place + BLOCK_M, tiles, mode, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         rows = offs_m[None, :]
         cols = (start_n + tl.arange(0, BLOCK_N))[:, None]
         q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
         row_lse = tl.load(lse_ptr + offs_m)
-        s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode, True)
+        s, capped, raw = score_tile(qk, rows, cols, origin, in_head, mods, mode, True)
         p = probabilities(s, unit, row_lse[None, :], mode)
         if MASKED:
-            p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)
+            p = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
         dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
         dropped = p
         if mods.seed is not None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tileattn.backends.portable.device.gradients import row_statistics, score_gradient
-from tileattn.backends.portable.device.masks import tile_at, walk_of
+from tileattn.backends.portable.device.masks import entry_at, tile_of, walk_of
 from tileattn.backends.portable.device.rows import (
     PAD,
     SIZES,
@@ -66,22 +66,20 @@ def _walk_keys(
     mode, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys at the places [lo, hi) give to the gradients of a block of rows and of its ALiBi slope."""
-    ahead = tile_at(lo, tiles, mode, BLOCK_N)
+    ahead = entry_at(lo, tiles, mode, BLOCK_N)
     for place in tl.range(lo, hi, BLOCK_N):
-        start_n = place
-        if mode.listed:
-            start_n = ahead
-            ahead = tile_at(place + BLOCK_N, tiles, mode, BLOCK_N)
+        start_n, full = tile_of(place, ahead, mode, BLOCK_N)
+        ahead = entry_at(place + BLOCK_N, tiles, mode, BLOCK_N)
         k_tile = load_rows(k_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DIM]
         v_tile = load_rows(v_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DV]
         ds, dqk = score_gradient(
-            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, in_head, seqs, mods, mode,
+            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, full, in_head, seqs, mods, mode,
             MASKED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if mods.alibi is not None:
             rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
             cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
-            dslope -= tl.sum(ds * distance(rows, cols, in_head.seqlen_q, in_head.seqlen_k), 1)
+            dslope -= tl.sum(ds * distance(rows, cols, start_m, in_head), 1)
         dq = tl.dot(dqk.to(k_tile.dtype), k_tile, dq, input_precision=mode.precision)  # [BLOCK_M, BLOCK_DIM]
     return dq, dslope
 

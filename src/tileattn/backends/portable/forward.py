@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.masks import tile_at, visible, walk_of
+from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -48,18 +48,16 @@ def _attend(
     unit = score_unit(mods, mode)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
-    ahead = tile_at(lo, tiles, mode, BLOCK_N)
+    ahead = entry_at(lo, tiles, mode, BLOCK_N)
     for place in tl.range(lo, hi, BLOCK_N):
-        start_n = place
-        if mode.listed:
-            start_n = ahead
-            ahead = tile_at(place + BLOCK_N, tiles, mode, BLOCK_N)
+        start_n, full = tile_of(place, ahead, mode, BLOCK_N)
+        ahead = entry_at(place + BLOCK_N, tiles, mode, BLOCK_N)
         cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
         qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
-        s, _, _ = score_tile(qk, rows, cols, in_head, mods, mode, MASKED)
+        s, _, _ = score_tile(qk, rows, cols, start_m, in_head, mods, mode, MASKED)
         if MASKED:
-            s = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), s, float("-inf"))
+            s = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)
         acc = acc * alpha[:, None]
         if mods.seed is not None:

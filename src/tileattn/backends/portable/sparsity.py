@@ -1,8 +1,9 @@
 """Block masks: for every block of a kernel, the list of tiles that it visits.
 
 A row of `lists` is one block of rows (or, to walk the other way, of keys): how many tiles are visible as a whole, how
-many need a mask, then the places of the former from the front and of the latter from the back. The window is worked in,
-so that nothing outside it is listed. A bool mask that many heads share becomes a block mask first.
+many need a mask, then the former from the front and the latter from the back. A tile is twice its place, and 1 more if
+the block mask shows all of it. The window is worked in, so that nothing outside it is listed. A bool mask that many
+heads share becomes a block mask first.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def list_kernel(
         masked = (seen & (most > 0)).to(tl.int32) - unmasked
         at_front = whole + tl.cumsum(unmasked, 0) - unmasked
         at_back = length - partial - tl.cumsum(masked, 0)
-        tl.store(row + 2 + at_front, tiles, mask=unmasked > 0)
-        tl.store(row + 2 + at_back, tiles, mask=masked > 0)
+        entries = tiles * 2 + (least == FULL).to(tl.int32)
+        tl.store(row + 2 + at_front, entries, mask=unmasked > 0)
+        tl.store(row + 2 + at_back, entries, mask=masked > 0)
         whole += tl.sum(unmasked, 0)
         partial += tl.sum(masked, 0)
     tl.store(row, whole)

@@ -35,7 +35,7 @@ def row_statistics(out_tile, dout_tile, lse, dlse, batch, head, start, offs_m, l
 
 @triton.jit
 def score_gradient(
-    q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, in_head, seqs, mods, mode,
+    q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, full, in_head, seqs, mods, mode,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(gradient of the scores as bias and ALiBi left them, that of q.k * scale), [BLOCK_M, BLOCK_N]."""
@@ -43,10 +43,10 @@ def score_gradient(
     rows = offs_m[:, None]
     cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
     qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
-    s, capped, raw = score_tile(qk, rows, cols, in_head, mods, mode, MASKED)
+    s, capped, raw = score_tile(qk, rows, cols, start_m, in_head, mods, mode, MASKED)
     p = probabilities(s, score_unit(mods, mode), row_lse[:, None], mode)
     if MASKED:
-        p = tl.where(visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode), p, 0.0)
+        p = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=mode.precision)
     if mods.seed is not None:
         dp = tl.where(keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N), dp * mods.rescale, 0.0)

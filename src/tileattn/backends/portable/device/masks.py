@@ -47,8 +47,8 @@ def walk_of(
     block, start, length, shift, before, after, in_head, mode,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Three ranges to walk through, for `tile_at`: (first, end) of tiles that need a mask, of those that are visible as
-    a whole, of those that need one. And the list that they are places in, if mode.listed."""
+    """Three ranges to walk through, for `entry_at` and `tile_of`: (first, end) of tiles that need a mask, of those that
+    are visible as a whole, of those that need one. And the list that they are places in, if mode.listed."""
     if mode.listed:
         zero = length * 0
         tiles = in_head.lists + block.to(tl.int64) * in_head.lists_row
@@ -65,19 +65,28 @@ def walk_of(
 
 
 @triton.jit
-def tile_at(place, tiles, mode, STEP: tl.constexpr):
-    """Where the tile at a place of a walk begins. To be asked of a list a step ahead: a load from where another load of
-    the same step says would not be pipelined."""
+def entry_at(place, tiles, mode, STEP: tl.constexpr):
+    """What a list holds at a place of a walk, for `tile_of`. To be asked a step ahead: a load from where another load
+    of the same step says would not be pipelined."""
     if mode.listed:
-        return tl.load(tiles + place // STEP) * STEP
+        return tl.load(tiles + place // STEP)
     else:
         return place
 
 
 @triton.jit
-def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
-    """Which columns the rows see, of the tile that begins at start_m and start_n; rows and cols broadcast against each
-    other, either way round."""
+def tile_of(place, entry, mode, STEP: tl.constexpr):
+    """(where the tile at a place of a walk begins, whether the block mask shows all of it)."""
+    if mode.listed:
+        return entry // 2 * STEP, entry % 2 == 1
+    else:
+        return place, False
+
+
+@triton.jit
+def visible(rows, cols, full, in_head, seqs, mods, mode):
+    """Which columns the rows see; rows and cols broadcast against each other, either way round. full: the block mask,
+    where its blocks hold whole tiles, shows all of this one, whatever mask and mask_mod say."""
     shift = in_head.seqlen_k - in_head.seqlen_q
     seen = cols < in_head.seqlen_k
     if mode.right:
@@ -95,8 +104,7 @@ def visible(rows, cols, start_m, start_n, in_head, seqs, mods, mode):
         row = rows_inside(rows, in_head)
         allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
     if mode.kinds == "of a tile":
-        kind = kind_at(start_m, start_n, in_head)
-        return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
+        return seen & (allowed | full)
     elif mode.kinds == "of each score":
         kind = kind_at(rows_inside(rows, in_head), tl.minimum(cols, in_head.seqlen_k - 1), in_head)
         return seen & (kind != SKIPPED) & (allowed | (kind == FULL))

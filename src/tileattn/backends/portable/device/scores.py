@@ -140,15 +140,17 @@ def score_unit(mods, mode):
 
 
 @triton.jit
-def distance(rows, cols, seqlen_q, seqlen_k):
-    return tl.abs(cols - rows - (seqlen_k - seqlen_q)).to(tl.float32)
+def distance(rows, cols, origin, in_head):
+    """What ALiBi's slopes are multiplied with. Rows and columns become floats, which are few, not their differences;
+    counted from origin, a row of the tile or one that its columns are near, so that small distances are exact."""
+    diagonal = origin + (in_head.seqlen_k - in_head.seqlen_q)
+    return tl.abs((cols - diagonal).to(tl.float32) - (rows - origin).to(tl.float32))
 
 
 @triton.jit
-def score_tile(qk, rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
+def score_tile(qk, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr):
     """Scores (see `score_unit`), and what `uncap` and `unmodify` need. rows and cols broadcast to qk, either way round;
-    without CHECK the columns lie inside the sequence."""
-    seqlen_q, seqlen_k = in_head.seqlen_q, in_head.seqlen_k
+    origin: see `distance`; without CHECK the columns lie inside the sequence."""
     s = qk
     capped = qk
     raw = qk
@@ -158,7 +160,7 @@ def score_tile(qk, rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
             capped = tanh(s / mods.softcap, mode.exact)
             s = capped * mods.softcap
         if mods.alibi is not None:
-            s -= in_head.slope * distance(rows, cols, seqlen_q, seqlen_k)
+            s -= in_head.slope * distance(rows, cols, origin, in_head)
         if mods.bias is not None:
             b = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
             s += b.to(tl.float32)
