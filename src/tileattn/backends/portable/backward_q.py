@@ -11,6 +11,7 @@ from tileattn.backends.portable.device.rows import (
     PAD,
     SIZES,
     Sequences,
+    held,
     load_block,
     load_rows,
     locate,
@@ -154,6 +155,8 @@ def backward_q_kernel(
         padding = beyond < tl.cdiv(seqlen_q, PAD) * PAD
         tl.store(lse_ptr + beyond, float("inf"), mask=padding)
         tl.store(delta_ptr + beyond, 0.0, mask=padding)
+    q_tile = held(q_tile, mode)
+    dout_tile = held(dout_tile, mode)
     dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
     slope_tile = tl.zeros([BLOCK_M], tl.float32)
 

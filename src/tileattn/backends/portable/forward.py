@@ -13,6 +13,7 @@ from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, 
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
+    held,
     load_block,
     load_rows,
     locate,
@@ -111,6 +112,7 @@ def forward_kernel(
     in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
+    q_tile = held(q_tile, mode)
     acc = tl.zeros([BLOCK_M, mode.block_dim_v], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)

@@ -32,9 +32,9 @@ class Mode(NamedTuple):
     plain: scores are q.k times a positive scale, so that the scale folds into the exponent. exact: float32 inputs.
     precision: of float32 products. tma: rows are loaded through tensor descriptors made on the "host", through such as
     kernels make on the "device" (of packed sequences: rows past the end of one must be zeros), or not ("").
-    pad: a head dim is smaller than its block. left, right: the window bounds that side. score_mod, score_derivative,
-    mask_mod: functions, or None. ranges: walks go through ranges of tiles, some of which need no mask; else through
-    lists (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
+    held: see Tile. pad: a head dim is smaller than its block. left, right: the window bounds that side. score_mod,
+    score_derivative, mask_mod: functions, or None. ranges: walks go through ranges of tiles, some of which need no
+    mask; else through lists (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
     """
 
     dim: Any
@@ -45,6 +45,7 @@ class Mode(NamedTuple):
     exact: Any
     precision: Any
     tma: Any
+    held: Any
     pad: Any
     left: Any
     right: Any
@@ -90,6 +91,7 @@ def mode_of(
         p.dtype == torch.float32,
         _precision(p),
         ("device" if p.varlen else "host") if tile.descriptors and all(map(_fits_descriptor, tensors)) else "",
+        tile.held,
         (block_dim, block_dim_v) != (p.head_dim, p.head_dim_v),
         left >= 0,
         right >= 0,

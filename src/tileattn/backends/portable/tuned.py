@@ -88,7 +88,7 @@ def _tile(fields: Any, where: str, kernel: str) -> Tile:
     _number(fields["num_stages"], f"{where}.num_stages", 1, 8)
     for name in ("registers", "masked_registers"):
         _number(fields.get(name, 0), f"{where}.{name}", 0, 255)
-    for name in {"descriptors", "ranges"} & fields.keys():
+    for name in {"descriptors", "ranges", "held"} & fields.keys():
         _typed(fields[name], f"{where}.{name}", bool)
     if fields.get("dv") is None:
         return Tile(**fields)

@@ -23,7 +23,8 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many.
+    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many. held: the operands that
+    stay with a program are in registers (of backward_kv: v), where tensor cores read them beside shared memory.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class Tile(NamedTuple):
     ranges: bool = True
     dv: Tile | None = None
     masked_registers: int = 0
+    held: bool = False
 
 
 # head_dim at most -> tile, for 16-bit dtypes

@@ -152,6 +152,16 @@ def load_block(
 
 
 @triton.jit
+def held(block, mode):
+    """A block that stays, as an operand of products. Those that were loaded are read from shared memory, those that
+    were computed from registers; the sum only makes 0 of -0."""
+    if mode.held:
+        return block + 0.0
+    else:
+        return block
+
+
+@triton.jit
 def store_block(
     x, block, batch, head, start, first, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):

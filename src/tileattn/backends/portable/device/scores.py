@@ -1,4 +1,4 @@
-"""From q.k to scores, softcap -> + alibi -> + bias -> score_mod, in the base of `power`; and back for gradients."""
+"""From q.k to scores, softcap -> + alibi -> + bias -> score_mod, and back for gradients."""
 # ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ def open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k):
 
 @triton.jit
 def score_unit(mods, mode):
-    """What scores are to be multiplied with. Plain ones are q.k itself: their scale folds into the exponent."""
+    """What scores are to be multiplied with, for `power`. Plain ones are q.k itself: their scale folds into it."""
     if mode.plain:
         return from_natural(mods.scale, mode)
     else:
-        return 1.0
+        return from_natural(1.0, mode)
 
 
 @triton.jit
@@ -168,7 +168,6 @@ def score_tile(qk, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr)
             raw = s
             row = rows_inside(rows, in_head)
             s = mode.score_mod(s, in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
-        s = from_natural(s, mode)
     return s, capped, raw
 
 
