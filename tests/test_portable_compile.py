@@ -80,6 +80,13 @@ def test_mods_and_block_masks_compile(target):
     assert names == [n for walk in walks for n in ("list_kernel", walk)]
 
 
+def products_overlap(found):
+    """Whether a program goes on while matrix units compute. ptxas makes it wait for every product if it finds that
+    other code may write to the sums, such as copies where a loop shares something with what comes behind it."""
+    sass = found.kernel.asm["sass"]
+    return len(re.findall(r"WARPGROUP\.DEPBAR", sass)) * 2 <= len(re.findall("HGMMA", sass))
+
+
 def programs_of(found):
     """How many of 4 warps a multiprocessor of Hopper has room for; each takes 1 KiB of shared memory more."""
     return min(65536 // (128 * -(-found.registers // 8) * 8), 228 * 1024 // (found.shared + 1024))
@@ -109,6 +116,16 @@ def test_a_document_mask_leaves_programs_room_on_a_multiprocessor_of_hopper(head
     call = Problem.of(q, k, v, block_mask=BlockMask.from_mod(mask_mod, None, None, 256, 256))
     forward = compile_call(*call, TARGETS["sm90"], tuning.HOPPER, wanted=None)[-1]
     assert (forward.name, forward.spills, programs_of(forward)) == ("forward_kernel", 0, programs)
+    assert products_overlap(forward)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"causal": True, "window": (20, 0)}, {"alibi_slopes": torch.ones(2)}], ids=str
+)
+def test_products_overlap_with_the_rest_on_hopper(head_dim, options):
+    for found in compile_call(*problem(head_dim, **options), TARGETS["sm90"], tuning.HOPPER):
+        assert products_overlap(found), found.name
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -121,6 +138,7 @@ def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_ho
         assert not re.findall(r"LDG\S*\.[US](?:8|16)\b", found.kernel.asm["sass"]), f"{found.name}: narrow loads"
         assert found.spills == 0, f"{found.name}: {found.spills} bytes spilled"
         assert programs_of(found) >= 2, f"{found.name}: {found.registers} registers, {found.shared} bytes"
+        assert products_overlap(found) or found.name == "backward_kv_kernel", f"{found.name}: waits for every product"
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

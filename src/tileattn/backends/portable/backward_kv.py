@@ -11,7 +11,6 @@ from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, 
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
-    held,
     load_block,
     load_rows,
     locate,
@@ -112,7 +111,6 @@ def backward_kv_kernel(
 
     k_tile = load_block(k, batch, head_k, start_k, start_n, seqlen_k, mode, mode.dim, mode.block_dim, BLOCK_N)
     v_tile = load_block(v, batch, head_k, start_k, start_n, seqlen_k, mode, mode.dim_v, mode.block_dim_v, BLOCK_N)
-    v_tile = held(v_tile, mode)
     dk_tile = tl.zeros([BLOCK_N, mode.block_dim], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, mode.block_dim_v], tl.float32)
 

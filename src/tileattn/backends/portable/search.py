@@ -103,6 +103,8 @@ def candidates(work: Work, head_dim: int, itemsize: int, shared: int, descriptor
         registers = (sums * stays * dim + scores * block_m * block_n) / (32 * num_warps)
         if bytes_held <= shared and 32 <= registers <= 224:
             yield Tile(block_m, block_n, num_warps, num_stages, descriptors)
+            if descriptors and not by_key and registers + operands * stays * dim / (64 * num_warps) <= 224:
+                yield Tile(block_m, block_n, num_warps, num_stages, descriptors, held=True)
             if by_key and registers > 128:  # two loops may be one too many for the registers
                 yield Tile(block_m, block_n, num_warps, num_stages, descriptors, ranges=False)
 

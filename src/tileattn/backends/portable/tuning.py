@@ -23,8 +23,9 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many. held: the operands that
-    stay with a program are in registers (of backward_kv: v), where tensor cores read them beside shared memory.
+    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many. held: q, and dout, which
+    stay with a program, are operands in registers, so that tensor cores read less shared memory (not of backward_kv,
+    whose sums leave no registers).
     """
 
     block_m: int
