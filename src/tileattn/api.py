@@ -257,7 +257,7 @@ def _deterministic(deterministic: bool | None) -> bool:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype where autocast is on, as torch does for its own attention."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
