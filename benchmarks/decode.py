@@ -4,8 +4,8 @@
 
 One query a sequence, bfloat16, head_dim 128. TB/s counts the keys and values of the lengths once. Large calls are timed
 as they are, small ones (variant "graph") in a CUDA graph of ten; "varied" has lengths from 1 to the whole cache. A
-cache of less than the L2 (60 MB) stays there between calls, for all. FA3 (package fa3-fwd) is measured where it can be
-imported.
+cache of less than the L2 (60 MB) stays there between calls, for all. FA3 (package fa3-fwd, built without paging) is
+measured where it can be imported.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ def implementations(shape: Shape, page_size: int) -> tuple[dict[str, Callable[[]
         pass
     else:
         found["fa3"] = lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
-        found[f"fa3, pages of {page_size}"] = lambda: flash_attn_with_kvcache(
-            q, k_pages, v_pages, cache_seqlens=lengths, page_table=table
-        )
     return found, int(lengths.sum())
 
 

@@ -9,6 +9,7 @@ from compiling import Compiled, _Driver, _measure
 from triton.backends.compiler import GPUTarget
 
 from tileattn.backends.portable import kvcache
+from tileattn.backends.portable.launch import compile_options
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 
 
@@ -18,15 +19,16 @@ def compile_cache_call(
     """Every kernel of a call, appending first if it does."""
     found: list[Compiled] = []
 
-    def record(kernel, device, programs, tile, *args):
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        found.append(_measure(kernel.__name__, kernel.run(*args, grid=(programs,), warmup=True, **options), target))
+    def record(kernel, launch):
+        options = compile_options(launch.tile)
+        compiled = kernel.run(*launch.args, grid=(launch.programs,), warmup=True, **options)
+        found.append(_measure(kernel.__name__, compiled, target))
 
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver(target, True))
     try:
         with (
-            mock.patch.object(kvcache, "_launch", record),
+            mock.patch.object(kvcache, "start", record),
             mock.patch.object(kvcache, "_table_for", return_value=table),
             mock.patch.object(kvcache, "_slots", return_value=slots),
             mock.patch.object(kvcache, "_plan", kvcache._plan.__wrapped__),

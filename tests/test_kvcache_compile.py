@@ -57,6 +57,11 @@ def test_decoding_compiles(target):
     assert names(compiled) == ["append_kernel", "decode_kernel", "combine_kernel"]
 
 
+def test_chunks_of_a_prompt_that_fill_the_device_without_splits_compile():
+    compiled = compile_cache_call(*problem(rows=64, causal=True), TARGETS["sm90"], kvcache.HOPPER, slots=1)
+    assert names(compiled) == ["append_kernel", "decode_kernel"]
+
+
 @pytest.mark.parametrize("target", ["sm90", pytest.param("gfx942", marks=pytest.mark.exhaustive)])
 def test_all_options_together_compile(target):
     compile_cache_call(*problem(64, rows=4, **EVERYTHING), TARGETS[target], table_of(target))

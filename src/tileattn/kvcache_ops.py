@@ -6,6 +6,8 @@ Both take a call flat, like those of `ops`. Neither has a gradient: a cache is f
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tileattn.backends import CacheBackend
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
-from tileattn.ops import refuse_tangents
+from tileattn.ops import may_be_observed, refuse_tangents
 from tileattn.problem import Forward
 
 BACKENDS = ("cpu", "portable")  # in order of preference
@@ -50,6 +52,12 @@ def load(name: str) -> CacheBackend:
 
 def choose(problem: CacheProblem, backend: str | None = None) -> str:
     """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
+    if torch.compiler.is_compiling():  # which follows no caches
+        return _choose(problem, backend)
+    return _chosen(problem, backend)
+
+
+def _choose(problem: CacheProblem, backend: str | None) -> str:
     if backend is not None and backend not in BACKENDS:
         known = ", ".join(map(repr, BACKENDS))
         raise ValueError(
@@ -64,14 +72,26 @@ def choose(problem: CacheProblem, backend: str | None = None) -> str:
     raise ValueError("no backend serves this call (" + "; ".join(f"{n}: {why}" for n, why in refusals.items()) + ")")
 
 
+_chosen = functools.lru_cache(maxsize=4096)(_choose)
+
+
 def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
-    """Append what there is to append, then attend."""
+    """Append what there is to append, then attend. Like `ops.run`, past the operators where nobody would see them."""
     p, x = problem, inputs
+    straight = not may_be_observed(x) and not (torch.is_grad_enabled() and _any_requires_grad(x))
+    if straight:
+        refuse_tangents(x)
     if x.k is not None:
         v_cache = None if x.v is None else x.v_cache
         where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
         append = Append(x.k_cache, v_cache, x.k, x.v, *where, p.batch, p.seqlen_cache, p.rotary_interleaved)
-        torch.ops.tileattn.kvcache_append.default(*append, backend)
+        if straight:
+            load(backend).append(append)
+            _increment_versions(append.k_cache, append.v_cache)
+        else:
+            torch.ops.tileattn.kvcache_append.default(*append, backend)
+    if straight:
+        return load(backend).attend(p, x)
     out, lse = torch.ops.tileattn.kvcache_attend.default(
         x.q,
         x.k_cache,
@@ -161,7 +181,7 @@ class _Attend(torch.autograd.Function):
 
 def _attend_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents(args)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+    if torch.is_grad_enabled() and _any_requires_grad(args):
         return _Attend.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tileattn.kvcache_attend.default(*args)
@@ -171,7 +191,15 @@ def _append_autograd(*args: Any) -> None:
     """What is appended carries no gradient; the caches' versions tell autograd that they changed."""
     with torch._C._AutoDispatchBelowAutograd():
         torch.ops.tileattn.kvcache_append.default(*args)
-    torch.autograd.graph.increment_version([x for x in args[:2] if x is not None and not x.is_inference()])
+    _increment_versions(*args[:2])
+
+
+def _increment_versions(*caches: Tensor | None) -> None:
+    torch.autograd.graph.increment_version([x for x in caches if x is not None and not x.is_inference()])
+
+
+def _any_requires_grad(args: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 _lib.impl("kvcache_append", _append, "CompositeExplicitAutograd")

@@ -51,15 +51,19 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
 
 
 def _observed(inputs: Inputs) -> bool:
-    """Whether somebody may look for the operator: a compiler, a mode, a function transform, a tracer, a profiler, or a
-    subclass of Tensor."""
+    return may_be_observed(inputs[:-2])
+
+
+def may_be_observed(tensors: Iterable[Any]) -> bool:
+    """Whether somebody may look for an operator of these tensors: a compiler, a mode, a function transform, a tracer, a
+    profiler, or a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
-        or not {type(x) for x in inputs[:-2]} <= _PLAIN
+        or not {type(x) for x in tensors} <= _PLAIN
     )
 
 

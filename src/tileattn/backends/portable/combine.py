@@ -13,11 +13,10 @@ PARTS = tl.constexpr(16)  # taken in at a time
 
 
 @triton.jit
-def _take_in(acc, partial, at, weight, there, START: tl.constexpr, BLOCK: tl.constexpr, mode):
-    """acc [1, BLOCK] plus dims START to START + BLOCK of parts at rows `at`, each times its weight."""
+def _take_in(acc, parts, weight, there, START: tl.constexpr, BLOCK: tl.constexpr, mode):
+    """acc [1, BLOCK] plus dims START to START + BLOCK of parts, each times its weight."""
     dims = START + tl.arange(0, BLOCK)[None, :]
-    ptrs = partial.acc + (at * mode.dim_v)[:, None] + dims
-    part = tl.load(ptrs, mask=there[:, None] & (dims < mode.dim_v), other=0.0)
+    part = tl.load(parts[:, None] + dims, mask=there[:, None] & (dims < mode.dim_v), other=0.0)
     return acc + tl.sum(part * weight[:, None], 0)[None, :]
 
 
@@ -64,16 +63,16 @@ def combine_kernel(
     for begin in tl.range(0, splits, PARTS):
         split = begin + tl.arange(0, PARTS)
         there = split < splits
-        at = partial_rows(first + split, head_k, rows, sizes, mode)
-        m = tl.load(partial.m + at, mask=there, other=float("-inf"))
+        parts = partial_rows(partial, first + split, head_k, rows, sizes, mode)
+        m = tl.load(parts + mode.dim_v, mask=there, other=float("-inf"))
         m_new = tl.maximum(m_i, tl.max(m, 0))
         peak = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = power(m - peak, mode)
         alpha = power(m_i - peak, mode)
-        l_i = l_i * alpha + tl.sum(tl.load(partial.l + at, mask=there, other=0.0) * weight, 0)
-        acc_a = _take_in(acc_a * alpha[:, None], partial, at, weight, there, 0, mode.block_va, mode)
+        l_i = l_i * alpha + tl.sum(tl.load(parts + (mode.dim_v + 1), mask=there, other=0.0) * weight, 0)
+        acc_a = _take_in(acc_a * alpha[:, None], parts, weight, there, 0, mode.block_va, mode)
         if mode.block_vb > 0:
-            acc_b = _take_in(acc_b * alpha[:, None], partial, at, weight, there, mode.block_va, mode.block_vb, mode)
+            acc_b = _take_in(acc_b * alpha[:, None], parts, weight, there, mode.block_va, mode.block_vb, mode)
         m_i = m_new
     one = tl.zeros([1], tl.int32)
     here = b, one + head_k * mode.group + rows % mode.group, one + row, len_q, 0

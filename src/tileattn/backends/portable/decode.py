@@ -85,15 +85,6 @@ class Rows(NamedTuple):
     stride_head: int
 
 
-class Partial(NamedTuple):
-    """What programs leave: accumulator (items, heads_k, rows, dim_v), row maxima and row sums (items, heads_k, rows),
-    float32; rows are those of the longest sequence."""
-
-    acc: Any
-    m: Any
-    l: Any
-
-
 @triton.jit
 def _load_part(
     cache, offsets, inside, START: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
@@ -233,23 +224,23 @@ def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, s
 
 
 @triton.jit
-def partial_rows(item, head_k, rows, sizes, mode):
-    """Where programs leave rows, counted in rows, int64."""
-    return (item.to(tl.int64) * sizes.num_heads_k + head_k) * (sizes.seqlen_q * mode.group) + rows
+def partial_rows(partial, item, head_k, rows, sizes, mode):
+    """Where programs leave rows: pointers to dim_v of the accumulator, the maximum and the sum, float32."""
+    row = (item.to(tl.int64) * sizes.num_heads_k + head_k) * (sizes.seqlen_q * mode.group) + rows
+    return partial + row * (mode.dim_v + 4)
 
 
 @triton.jit
 def _leave(partial, acc_a, acc_b, m_i, l_i, item, head_k, rows, inside, sizes, mode):
     """Rows that are not finished, for `combine`."""
-    at = partial_rows(item, head_k, rows, sizes, mode)
-    tl.store(partial.m + at, m_i, mask=inside)
-    tl.store(partial.l + at, l_i, mask=inside)
-    ptrs = (partial.acc + at * mode.dim_v)[:, None]
+    ptrs = partial_rows(partial, item, head_k, rows, sizes, mode)
+    tl.store(ptrs + mode.dim_v, m_i, mask=inside)
+    tl.store(ptrs + (mode.dim_v + 1), l_i, mask=inside)
     dims = tl.arange(0, mode.block_va)[None, :]
-    tl.store(ptrs + dims, acc_a, mask=inside[:, None] & (dims < mode.dim_v))
+    tl.store(ptrs[:, None] + dims, acc_a, mask=inside[:, None] & (dims < mode.dim_v))
     if mode.block_vb > 0:
         dims = mode.block_va + tl.arange(0, mode.block_vb)[None, :]
-        tl.store(ptrs + dims, acc_b, mask=inside[:, None] & (dims < mode.dim_v))
+        tl.store(ptrs[:, None] + dims, acc_b, mask=inside[:, None] & (dims < mode.dim_v))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -291,7 +282,6 @@ def decode_kernel(
             return
     else:
         b = item
-        splits = 1
     start_q, len_q = queries_of(where, sizes, b, True)
     rows = tile * mode.block_m + tl.arange(0, mode.block_m)
     row = rows // mode.group
@@ -347,7 +337,7 @@ def decode_kernel(
     )
     if mode.plain:
         m_i *= from_natural(changes.scale, mode)
-    if splits > 1:
+    if mode.split and splits > 1:
         _leave(partial, acc_a, acc_b, m_i, l_i, item, head_k, rows, inside, sizes, mode)
         return
     store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes, mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends.entry import observed
 from tileattn.backends.portable import refusal
 from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
 from tileattn.backends.portable.combine import combine_kernel
-from tileattn.backends.portable.decode import CacheMode, Changes, Partial, Rows, decode_kernel
+from tileattn.backends.portable.decode import CacheMode, Changes, Rows, decode_kernel
 from tileattn.backends.portable.device.cache import Cache, Where
 from tileattn.backends.portable.device.rotary import Rotary
+from tileattn.backends.portable.kept import Kept
+from tileattn.backends.portable.launch import Launch, one_object_a_place, start
+from tileattn.backends.portable.tuning import Tile
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.problem import Forward
 
@@ -60,7 +65,7 @@ FLOAT32 = {
 }
 INTERPRETER = {1024: CacheTile(32, 32, 1, 1, 1)}  # small, so that small problems have several tiles
 INTERPRETER_SLOTS = 24
-ONE_ROW = CacheTile(1, 0, 4, 1, 1)  # of kernels without tiles
+ONE_ROW = Tile(1, 0, 4, 1)  # of kernels without tiles
 
 
 def supports(problem: CacheProblem) -> str | None:
@@ -73,31 +78,31 @@ def supports(problem: CacheProblem) -> str | None:
 def append(append: Append) -> None:
     x = append
     packed = x.cu_seqlens_k is not None
-    tokens = x.k.shape[0] * (1 if packed else x.k.shape[1])
     num_pages, page_size, num_heads_k, head_dim = x.k_cache.shape
+    tokens, seqlen_new = x.k.shape[0] * (1 if packed else x.k.shape[1]), 1 if packed else x.k.shape[1]
     capacity = page_size * (1 if x.table is None else x.table.shape[1])
-    half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
-    head_dim_v = 1 if x.v is None else x.v.shape[-1]
-    _launch(
-        append_kernel,
-        x.k.device,
-        triton.cdiv(tokens, ROWS.value) * num_heads_k,
-        ONE_ROW,
-        Cache(x.k_cache, *x.k_cache.stride()[:3]),
-        None if x.v_cache is None else Cache(x.v_cache, *x.v_cache.stride()[:3]),
-        _rows_of(x.k),
-        None if x.v is None else _rows_of(x.v),
-        _where_of(x.table, x.cache_seqlens, None, None, x.cu_seqlens_k),
-        _rotary_of(x.rotary_cos, x.rotary_sin),
-        x.batch,
-        x.seqlen_cache,
-        1 if packed else x.k.shape[1],
-        num_pages,
-        capacity,
-        num_heads_k,
-        tokens,
-        _append_mode(head_dim, head_dim_v, _page_size(page_size, capacity), half, x.rotary_interleaved, x.batch),
-    )
+    sizes = x.batch, x.seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, tokens
+    tensors = *x[:7], *_of_equal_strides(x.rotary_cos, x.rotary_sin)
+
+    def describe(
+        k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tensor | None, table: Tensor | None, *of_rows: Any
+    ) -> Launch:
+        cache_seqlens, cu_seqlens_k, cos, sin = of_rows
+        half, head_dim_v = 0 if cos is None else cos.shape[1], 1 if v is None else v.shape[-1]
+        args = (
+            Cache(k_cache, *k_cache.stride()[:3]),
+            None if v_cache is None else Cache(v_cache, *v_cache.stride()[:3]),
+            _rows_of(k),
+            None if v is None else _rows_of(v),
+            _where_of(table, cache_seqlens, None, None, cu_seqlens_k),
+            _rotary_of(cos, sin),
+            *sizes,
+            _append_mode(head_dim, head_dim_v, _page_size(page_size, capacity), half, x.rotary_interleaved, x.batch),
+        )
+        return Launch(triton.cdiv(tokens, ROWS.value) * num_heads_k, ONE_ROW, args)
+
+    if tokens:
+        Launches(x.k.device, tensors, sizes, x.rotary_interleaved).launch(append_kernel, describe)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,7 +116,10 @@ def _append_mode(
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     p, x = problem, inputs
     q = x.q
-    out = q.new_empty((*q.shape[:-1], p.head_dim_v))
+    if p.head_dim == p.head_dim_v:  # half the time
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty((*q.shape[:-1], p.head_dim_v))
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     if out.numel() == 0:
@@ -120,31 +128,89 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_memory, tf32)
-    partial = None if plan.split.items == 0 else _workspace(p, plan.split, q)
-    where = _where_of(x.table, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
-    changes, out_rows = _changes_of(p, x), _rows_of(out)
-    _launch(
-        decode_kernel,
-        q.device,
-        plan.programs,
-        plan.tile,
-        _rows_of(q),
-        Cache(x.k_cache, *x.k_cache.stride()[:3]),
-        Cache(x.v_cache, *x.v_cache.stride()[:3]),
-        out_rows,
-        lse,
-        partial,
-        where,
-        _rotary_of(x.rotary_cos, x.rotary_sin),
-        changes,
-        *plan.sizes,
-        plan.mode,
-    )
-    if partial is not None:
-        programs = p.seqlen_q * p.num_heads * p.batch
-        rest = partial, where, changes, *plan.sizes, plan.mode
-        _launch(combine_kernel, q.device, programs, ONE_ROW, out_rows, lse, *rest)
+    launches = Launches(p.device, _as_read(x), p, same_memory, tf32)
+
+    def decoding(*tensors: Any) -> Launch:
+        *inputs, out, lse, partial = tensors
+        x = CacheInputs(*inputs)
+        caches = [Cache(cache, *cache.stride()[:3]) for cache in (x.k_cache, x.v_cache)]
+        rest = partial, _where_of(*x[3:8]), _rotary_of(x.rotary_cos, x.rotary_sin), _changes_of(p, x)
+        args = _rows_of(x.q), *caches, _rows_of(out), lse, *rest, *plan.sizes, plan.mode
+        return Launch(plan.programs, plan.tile, args)
+
+    def combining(*tensors: Any) -> Launch:
+        *inputs, out, lse, partial = tensors
+        x = CacheInputs(*inputs)
+        args = _rows_of(out), lse, partial, _where_of(*x[3:8]), _changes_of(p, x), *plan.sizes, plan.mode
+        return Launch(p.seqlen_q * p.num_heads * p.batch, ONE_ROW, args)
+
+    if plan.split.items == 0:
+        launches.launch(decode_kernel, decoding, out, lse, None)
+        return Forward(out, lse)
+    # accumulator, row maximum and row sum of rows of the longest sequence; a row stays a multiple of 16 bytes
+    partial_shape = plan.split.items, p.num_heads_k, p.seqlen_q * p.group, p.head_dim_v + 4
+    partial = q.new_empty(partial_shape, dtype=torch.float32)
+    launches.launch(decode_kernel, decoding, out, lse, partial)
+    launches.launch(combine_kernel, combining, out, lse, partial)
     return Forward(out, lse)
+
+
+def _as_read(inputs: CacheInputs) -> CacheInputs:
+    """Tensors as kernels read them, without those that are in the caches by now."""
+    x = inputs
+    cos, sin = _of_equal_strides(x.rotary_cos, x.rotary_sin)
+    return x._replace(
+        k=None,
+        v=None,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        mask=None if x.mask is None else x.mask.view(torch.uint8),
+        alibi_slopes=None if x.alibi_slopes is None else x.alibi_slopes.contiguous(),
+        sink=None if x.sink is None else x.sink.contiguous(),
+    )
+
+
+def _of_equal_strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if cos is None or sin is None or cos.stride() == sin.stride():
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
+class Launches:
+    """Kernels of one call. What Triton makes of their arguments is kept for all calls that look alike, as it is by
+    `launch.Launcher`: the same scalars, and tensors of the same dtypes, shapes, strides and alignment."""
+
+    def __init__(self, device: torch.device, tensors: tuple[Tensor | None, ...], *scalars: Any) -> None:
+        self.device, self.tensors = device, tensors
+        self.addresses = [x.data_ptr() for x in tensors if x is not None]
+        self.kept = _kept(
+            *[None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors], scalars
+        )
+
+    def launch(self, kernel: Any, describe: Callable[..., Launch], *outputs: Tensor | None) -> None:
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self._launch(kernel, describe, outputs)
+        else:
+            self._launch(kernel, describe, outputs)
+
+    def _launch(self, kernel: Any, describe: Callable[..., Launch], outputs: tuple[Tensor | None, ...]) -> None:
+        kept = self.kept.get(kernel.fn)
+        if kept is not None and not observed():
+            kept.launch([*self.addresses, *[x.data_ptr() for x in outputs if x is not None]], self.device.index)
+            return
+        places: list[Tensor] = []
+        launch = describe(*one_object_a_place((*self.tensors, *outputs), places))
+        compiled = start(kernel, launch)
+        if compiled is not None:
+            self.kept[kernel.fn] = Kept(
+                compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)}
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(*_alike: Any) -> dict[Any, Kept]:
+    return {}
 
 
 class Split(NamedTuple):
@@ -156,7 +222,7 @@ class Split(NamedTuple):
     blocks: int
 
 
-def _split_for(problem: CacheProblem, tile: CacheTile) -> Split:
+def _split_for(problem: CacheProblem, tile: Tile) -> Split:
     p = problem
     if p.split_size:
         return Split(p.batch * triton.cdiv(p.capacity, p.split_size), 0, p.split_size // tile.block_n)
@@ -188,23 +254,14 @@ def _slots(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _workspace(problem: CacheProblem, split: Split, q: Tensor) -> Partial:
-    p = problem
-    shape = split.items, p.num_heads_k, p.seqlen_q * p.group
-    acc = q.new_empty((*shape, p.head_dim_v), dtype=torch.float32)
-    return Partial(acc, *q.new_empty((2, *shape), dtype=torch.float32).unbind(0))
-
-
-def _tile_for(problem: CacheProblem) -> CacheTile:
+def _tile_for(problem: CacheProblem) -> Tile:
     p = problem
     by_dim = _table_for(p.device, p.dtype)
-    tile = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
-    if p.capacity > p.page_size:
-        tile = tile._replace(num_stages=tile.paged_stages)
-    if p.split_size and p.varlen:  # the longest sequence must not choose for the others
-        return tile
-    rows = max(triton.next_power_of_2(p.seqlen_q * p.group), 16)
-    return tile._replace(block_m=min(tile.block_m, rows))
+    *tile, num_stages, paged_stages = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
+    block_m, block_n, num_warps = tile
+    if not (p.split_size and p.varlen):  # there the longest sequence must not choose for the others
+        block_m = min(block_m, max(triton.next_power_of_2(p.seqlen_q * p.group), 16))
+    return Tile(block_m, block_n, num_warps, paged_stages if p.capacity > p.page_size else num_stages)
 
 
 @functools.lru_cache
@@ -229,7 +286,7 @@ def _blocks_of(dim: int) -> tuple[int, int]:
 class Plan(NamedTuple):
     """What follows from a problem. sizes: as the kernels take them."""
 
-    tile: CacheTile
+    tile: Tile
     split: Split
     programs: int
     sizes: tuple[int, ...]
@@ -304,15 +361,15 @@ def _changes_of(problem: CacheProblem, inputs: CacheInputs) -> Changes:
     return Changes(
         problem.scale,
         problem.softcap or None,
-        None if slopes is None else slopes.contiguous(),
+        slopes,
         0 if slopes is None or slopes.shape[0] == 1 else slopes.shape[1],
-        None if mask is None else mask.view(torch.uint8),
+        mask,
         of_batch,
         of_head,
         of_row,
         of_col,
         0 if mask is None else mask.shape[-1],
-        None if x.sink is None else x.sink.contiguous(),
+        x.sink,
     )
 
 
@@ -331,18 +388,4 @@ def _rows_of(x: Tensor) -> Rows:
 
 
 def _rotary_of(cos: Tensor | None, sin: Tensor | None) -> Rotary:
-    if cos is None or sin is None:
-        return Rotary(None, None, 0, 0)
-    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
-    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
-    return Rotary(cos, sin, cos.stride(0), cos.shape[0])
-
-
-def _launch(kernel: Any, device: torch.device, programs: int, tile: CacheTile, *args: Any) -> None:
-    if programs == 0:
-        return
-    if device.type == "cpu":  # the interpreter
-        kernel[(programs,)](*args)
-        return
-    with torch.cuda.device(device):
-        kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return Rotary(None, None, 0, 0) if cos is None else Rotary(cos, sin, cos.stride(0), cos.shape[0])

@@ -276,7 +276,7 @@ class Launcher:
             kept.launch(self.addresses + [x.data_ptr() for x in outputs if x is not None], self.device.index)
             return
         places: list[Tensor] = []
-        arguments = _one_object_a_place((*self.inputs, *self.others, *outputs), places)
+        arguments = one_object_a_place((*self.inputs, *self.others, *outputs), places)
         end = len(Inputs._fields)
         launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
         compiled = start(kernel, launch) if launch.programs else None
@@ -293,7 +293,7 @@ class Anticipation(Launcher):
             ahead.begin(self.device, functools.partial(compile_only, kernel, launch))
 
 
-def _one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any, ...]:
+def one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any, ...]:
     """The same tensors, also appended to places, each an object of its own even where q is k."""
 
     def visit(x: Any) -> Any:
