@@ -5,6 +5,7 @@ import torch
 from cache_oracle import BASE, CASES, build, cache_cases, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import tileattn
 from tileattn import kvcache_ops
@@ -166,6 +167,22 @@ def test_compile_gives_the_same_without_a_graph_break(name, backend):
         torch.testing.assert_close(g, e)
     for g, e in zip(compiled.args[1:3], eager.args[1:3], strict=True):
         torch.testing.assert_close(g, e, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores"),
+    [
+        ({}, 70 + 3 + 45),
+        ({"new": 2, "seqlen_q": 2, "causal": True}, 71 + 72 + 4 + 5 + 46 + 47),
+        ({"leftpad": (5, 0, 44), "page_size": 16}, 65 + 3 + 1),
+        ({"lengths_q": (2, 0, 1), "new_lengths": (2, 0, 1), "window": (9, 0)}, 10 + 10 + 10),
+    ],
+)
+def test_flops_count_the_scores_that_are_seen(changes, scores):
+    call = build(BASE.but(**changes))
+    with FlopCounterMode(display=False) as counter:
+        tileattn.attention_with_kvcache(*call.args, **call.options)
+    assert counter.get_total_flops() == 2 * BASE.num_heads * scores * (BASE.head_dim + BASE.head_dim_v)
 
 
 def test_backward_is_refused_in_words_and_forward_is_not():

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tileattn import ops
-from tileattn.lab.traffic import count_scores
+from tileattn import kvcache_ops, ops
+from tileattn.lab.traffic import count_cached_scores, count_scores
 
 COUNTER = "torch.utils.flop_counter"
 
@@ -32,6 +32,12 @@ def _flops(args: tuple[Any, ...], per_head_dim: int, per_head_dim_v: int) -> int
     return 2 * count_scores(problem, inputs) * (per_head_dim * problem.head_dim + per_head_dim_v * problem.head_dim_v)
 
 
+def cached_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Of `kvcache_attend`; `kvcache_append` has no products."""
+    problem, inputs, _ = kvcache_ops.split(args)
+    return 2 * count_cached_scores(problem, inputs) * (problem.head_dim + problem.head_dim_v)
+
+
 def register() -> None:
     """Register the formulas with the counter, now or when it is imported: importing it here would import Triton, a
     tenth of a second that users who count nothing need not pay."""
@@ -44,6 +50,7 @@ def register() -> None:
 def _register_with(counter: ModuleType) -> None:
     counter.register_flop_formula(torch.ops.tileattn.attention_forward, get_raw=True)(forward_flops)
     counter.register_flop_formula(torch.ops.tileattn.attention_backward, get_raw=True)(backward_flops)
+    counter.register_flop_formula(torch.ops.tileattn.kvcache_attend, get_raw=True)(cached_flops)
 
 
 class _AfterImport:

@@ -120,7 +120,7 @@ def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
     return Forward(out, lse)
 
 
-def _split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
+def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
     """What the flat arguments of `kvcache_attend` stand for."""
     q, k_cache, v_cache, table, cache_seqlens, leftpad, cu_q, cu_k, cos, sin, mask, slopes, sink, *scalars = args
     seqlen_q, seqlen_cache, seqlen_new, scale, left, right, softcap, interleaved, split_size, backend = scalars
@@ -148,7 +148,7 @@ def _append(*args: Any) -> None:
 
 
 def _attend(*args: Any) -> Forward:
-    problem, inputs, backend = _split(args)
+    problem, inputs, backend = split(args)
     return load(backend).attend(problem, inputs)
 
 
@@ -157,7 +157,7 @@ def _append_fake(*args: Any) -> None:
 
 
 def _attend_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, inputs, _ = _split(args)
+    problem, inputs, _ = split(args)
     q, p = inputs.q, problem
     lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (q.shape[0], p.num_heads, q.shape[1])
     return q.new_empty((*q.shape[:-1], p.head_dim_v)), q.new_empty(lse_shape, dtype=p.lse_dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Inputs, Problem
 
 if TYPE_CHECKING:
@@ -50,6 +51,22 @@ def count_scores(problem: Problem, inputs: Inputs) -> int:
         return sum(_scores_in_blocks(problem, blocks, b, *of_sequence) for b, of_sequence in enumerate(lengths))
     window = problem.window_left, problem.window_right
     return problem.num_heads * sum(visible_scores(*of_sequence, *window) for of_sequence in lengths)
+
+
+def count_cached_scores(problem: CacheProblem, inputs: CacheInputs) -> int:
+    """The same of a call with a cache; as if all were full where lengths cannot be read."""
+    p, x = problem, inputs
+    told = [y for y in (x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k) if y is not None]
+    if not all(map(_readable, told)):
+        return p.batch * p.num_heads * visible_scores(p.seqlen_q, p.capacity, p.window_left, p.window_right)
+    cached = [p.seqlen_cache] * p.batch if x.cache_seqlens is None else x.cache_seqlens.tolist()
+    padding = [0] * p.batch if x.leftpad is None else x.leftpad.tolist()
+    new = [p.seqlen_new] * p.batch if x.cu_seqlens_k is None else x.cu_seqlens_k.diff().tolist()
+    rows = [p.seqlen_q] * p.batch if x.cu_seqlens_q is None else x.cu_seqlens_q.diff().tolist()
+    return p.num_heads * sum(
+        visible_scores(seqlen_q, seqlen + seqlen_new - first, p.window_left, p.window_right)
+        for seqlen_q, seqlen, seqlen_new, first in zip(rows, cached, new, padding, strict=True)
+    )
 
 
 def _lengths(problem: Problem, inputs: Inputs) -> list[tuple[int, int]]:
