@@ -25,20 +25,25 @@ def smollm2(tmp_path_factory):
     return demo.unpack(file, str(tmp_path_factory.mktemp("model")), "float32")
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.slow
-def test_smollm2_writes_the_same_from_a_paged_cache(smollm2):
+@pytest.mark.parametrize("device", DEVICES)
+def test_smollm2_writes_the_same_from_a_paged_cache(smollm2, device):
     from transformers import AutoModelForCausalLM
 
     example = runpy.run_path(str(EXAMPLE))
     folder, tokenizer, _ = smollm2
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     prompts = [tokenizer(text).input_ids for text in (TEXT, "The capital of France is")]
     written = example["generate"](model, prompts, 16, chunk=13)
     assert torch.equal(written, example["standard"](model, prompts, 16))
     assert "Paris" in tokenizer.decode(written[1])
 
 
-def test_a_model_with_windows_and_a_soft_cap_writes_the_same_from_a_paged_cache():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_with_windows_and_a_soft_cap_writes_the_same_from_a_paged_cache(device):
     from transformers import AutoModelForCausalLM, Gemma2Config
 
     example = runpy.run_path(str(EXAMPLE))
@@ -48,6 +53,23 @@ def test_a_model_with_windows_and_a_soft_cap_writes_the_same_from_a_paged_cache(
         initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval().to(device)
     prompts = [torch.randint(3, 100, (length,)).tolist() for length in (40, 7)]
     assert torch.equal(example["generate"](model, prompts, 20, chunk=16), example["standard"](model, prompts, 20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [1, 13, 64, 300])
+def test_a_model_of_the_shape_of_smollm2_writes_the_same_however_a_prompt_is_cut(chunk):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    example = runpy.run_path(str(EXAMPLE))
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, initializer_range=0.05, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().to("cuda")
+    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (290, 7, 64)]
+    written = example["generate"](model, prompts, 16, chunk=chunk)
+    assert torch.equal(written, example["standard"](model, prompts, 16))

@@ -41,6 +41,47 @@ def test_oracle_rule(name):
     check(portable, WIDE.but(**CASES[name]), "cuda")
 
 
+def test_oracle_rule_of_chunks_that_fill_the_device_without_splits(monkeypatch):
+    monkeypatch.setattr(portable, "_slots", lambda device: 1)
+    monkeypatch.setattr(portable, "_plan", portable._plan.__wrapped__)
+    monkeypatch.setattr(portable, "_kept", lambda *_: {})
+    check(portable, WIDE.but(seqlen_q=200, new=200, causal=True, page_size=16), "cuda")
+
+
+def test_calls_that_look_alike_are_each_served_with_their_own_tensors():
+    calls = [
+        build(WIDE.but(page_size=16, new=1, causal=True, lengths=(n, 3, 450), seed=n), "cuda") for n in (7, 70, 700)
+    ]
+    for _ in range(2):
+        for (q, k_cache, v_cache, k, v), options in calls:
+            caches = [k_cache.clone(), v_cache.clone()]
+            expected = tileattn.attention_with_kvcache(
+                *[x.cpu() for x in (q, *caches, k, v)],
+                **{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()},
+            )
+            out = tileattn.attention_with_kvcache(q, *caches, k, v, **options)
+            torch.testing.assert_close(out.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_compile_gives_the_same_without_a_graph_break_and_with_other_lengths():
+    (q, k_cache, v_cache, k, v), options = build(WIDE.but(page_size=16, new=1, causal=True), "cuda")
+    lengths, table = options["cache_seqlens"], options["block_table"]
+    fixed = {name: x for name, x in options.items() if name not in ("cache_seqlens", "block_table")}
+
+    def step(q, k_cache, v_cache, lengths, table):
+        tables = {"cache_seqlens": lengths, "block_table": table}
+        return tileattn.attention_with_kvcache(q * 2, k_cache, v_cache, k, v, **tables, **fixed) + 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    for change in range(2):
+        caches, others = ([k_cache.clone(), v_cache.clone()] for _ in range(2))
+        now = lengths - change
+        out = compiled(q, *caches, now, table)
+        torch.testing.assert_close(out, step(q, *others, now, table))
+        for cache, other in zip(caches, others, strict=True):
+            assert torch.equal(cache.nan_to_num(), other.nan_to_num())
+
+
 def test_a_fixed_split_makes_a_sequence_independent_of_its_batch():
     (q, k_cache, v_cache, _, _), options = build(WIDE.but(split_size=256, page_size=16), "cuda")
     out = tileattn.attention_with_kvcache(q, k_cache, v_cache, **options)
