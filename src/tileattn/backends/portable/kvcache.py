@@ -126,7 +126,7 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
         return Forward(out, lse)
     same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
     half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_memory, tf32)
     launches = Launches(p.device, _as_read(x), p, same_memory, tf32)
 
@@ -157,16 +157,15 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
 
 def _as_read(inputs: CacheInputs) -> CacheInputs:
     """Tensors as kernels read them, without those that are in the caches by now."""
-    x = inputs
-    cos, sin = _of_equal_strides(x.rotary_cos, x.rotary_sin)
-    return x._replace(
-        k=None,
-        v=None,
-        rotary_cos=cos,
-        rotary_sin=sin,
-        mask=None if x.mask is None else x.mask.view(torch.uint8),
-        alibi_slopes=None if x.alibi_slopes is None else x.alibi_slopes.contiguous(),
-        sink=None if x.sink is None else x.sink.contiguous(),
+    cos, sin, mask, slopes, sink = inputs[10:]
+    return CacheInputs(
+        *inputs[:8],
+        None,
+        None,
+        *_of_equal_strides(cos, sin),
+        None if mask is None else mask.view(torch.uint8),
+        None if slopes is None else slopes.contiguous(),
+        None if sink is None else sink.contiguous(),
     )
 
 
@@ -182,10 +181,16 @@ class Launches:
 
     def __init__(self, device: torch.device, tensors: tuple[Tensor | None, ...], *scalars: Any) -> None:
         self.device, self.tensors = device, tensors
-        self.addresses = [x.data_ptr() for x in tensors if x is not None]
-        self.kept = _kept(
-            *[None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors], scalars
-        )
+        self.addresses: list[int] = []
+        alike: list[Any] = []
+        for x in tensors:
+            if x is None:
+                alike.append(None)
+            else:
+                address = x.data_ptr()
+                self.addresses.append(address)
+                alike += x.dtype, x.shape, x.stride(), address % 16
+        self.kept = _kept(scalars, *alike)
 
     def launch(self, kernel: Any, describe: Callable[..., Launch], *outputs: Tensor | None) -> None:
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
@@ -319,7 +324,7 @@ def _plan(problem: CacheProblem, num_pages: int, total_q: int, half: int, same_m
         p.rotary_interleaved,
         p.scale > 0.0 and not (p.softcap or p.has_alibi),
         p.dtype == torch.float32,
-        "tf32" if p.dtype == torch.float32 and tf32 else "ieee",
+        "tf32" if tf32 else "ieee",
         left >= 0,
         right >= 0,
         split.items > 0,
