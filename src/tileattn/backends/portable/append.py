@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tileattn.backends.portable.device.cache import Sizes, cached_length, locate_rows
+from tileattn.backends.portable.device.cache import Sizes, cached_length, offsets_of, place_of
 from tileattn.backends.portable.device.rotary import load_turned
 
 ROWS = tl.constexpr(8)  # tokens of a program
@@ -66,15 +66,16 @@ def append_kernel(
     pid = tl.program_id(0)
     head = (pid % num_heads_k).to(tl.int64)
     token = pid // num_heads_k * ROWS + tl.arange(0, ROWS)
-    sequence, row, inside = _locate_tokens(token, where, sizes, tokens, mode)
-    position = row + cached_length(where, sizes, sequence, inside)
+    sequence, new_row, inside = _locate_tokens(token, where, sizes, tokens, mode)
+    position = new_row + cached_length(where, sizes, sequence, inside)
     inside = inside & (position >= 0) & (position < capacity)
     position = tl.where(inside, position, 0)
     if where.cu_seqlens_k is not None:  # packed: rows count from the first token
-        row = token
+        new_row = token
 
-    source = sequence.to(tl.int64) * k.stride_batch + row.to(tl.int64) * k.stride_row + head * k.stride_head
-    target = locate_rows(k_cache, where, sizes, sequence, position, mode) + head * k_cache.stride_head
+    source = sequence.to(tl.int64) * k.stride_batch + new_row.to(tl.int64) * k.stride_row + head * k.stride_head
+    page, row = place_of(where, sizes, sequence, position, mode)
+    target = offsets_of(k_cache, page, row) + head * k_cache.stride_head
     dims = tl.arange(0, mode.block_dim)[None, :]
     new = load_turned(
         k.ptr + source[:, None], dims, position[:, None], inside[:, None], rotary, mode.dim, mode.half, mode.interleaved
@@ -82,8 +83,8 @@ def append_kernel(
     ptrs = k_cache.ptr + target[:, None] + dims
     tl.store(ptrs, new.to(k_cache.ptr.dtype.element_ty), mask=inside[:, None] & (dims < mode.dim))
     if v is not None:
-        source = sequence.to(tl.int64) * v.stride_batch + row.to(tl.int64) * v.stride_row + head * v.stride_head
-        target = locate_rows(v_cache, where, sizes, sequence, position, mode) + head * v_cache.stride_head
+        source = sequence.to(tl.int64) * v.stride_batch + new_row.to(tl.int64) * v.stride_row + head * v.stride_head
+        target = offsets_of(v_cache, page, row) + head * v_cache.stride_head
         dims_v = tl.arange(0, mode.block_dim_v)[None, :]
         copied = inside[:, None] & (dims_v < mode.dim_v)
         tl.store(

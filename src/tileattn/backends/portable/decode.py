@@ -18,7 +18,8 @@ from tileattn.backends.portable.device.cache import (
     Sizes,
     cached_length,
     keys_of,
-    locate_rows,
+    offsets_of,
+    place_of_block,
     queries_of,
     split_of,
     visible_blocks,
@@ -32,7 +33,8 @@ class CacheMode(NamedTuple):
     """What the kernels of a cache are compiled for, every field a tl.constexpr.
 
     dim = block_a + block_b less padding: a head dim that is no power of two is taken in two parts; likewise dim_v.
-    v_in_k: v is the first block_a dims of k. page_size: positions of a page, 0 where a sequence has one.
+    v_in_k: v is the first block_a dims of k. same_strides: rows are in the same places of both caches. page_size:
+    positions of a page, 0 where a sequence has one.
     plain, exact, precision, left, right: as for `launch.Mode`. batch_block: the batch, padded to a power of two.
     """
 
@@ -43,6 +45,7 @@ class CacheMode(NamedTuple):
     block_va: Any
     block_vb: Any
     v_in_k: Any
+    same_strides: Any
     page_size: Any
     half: Any
     interleaved: Any
@@ -148,8 +151,8 @@ def _attend(
     for start_n in tl.range(lo, hi, mode.block_n):
         cols = start_n + tl.arange(0, mode.block_n)
         inside = cols < seqlen_k
-        positions = first + (tl.where(inside, cols, 0) if MASKED else cols)
-        k_offsets = locate_rows(k, where, sizes, batch, positions, mode)
+        page, row = place_of_block(where, sizes, batch, first, start_n, inside, mode, MASKED)
+        k_offsets = offsets_of(k, page, row)
         k_a = _load_part(k, k_offsets, inside, 0, mode.block_a, mode.dim, MASKED)
         qk = tl.dot(q_a, k_a.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
         if mode.block_b > 0:
@@ -164,7 +167,7 @@ def _attend(
         if mode.v_in_k:
             acc_a = tl.dot(p, k_a, acc_a, input_precision=mode.precision)
         else:
-            v_offsets = locate_rows(v, where, sizes, batch, positions, mode)
+            v_offsets = k_offsets if mode.same_strides else offsets_of(v, page, row)
             v_a = _load_part(v, v_offsets, inside, 0, mode.block_va, mode.dim_v, MASKED)
             acc_a = tl.dot(p, v_a, acc_a, input_precision=mode.precision)
             if mode.block_vb > 0:

@@ -124,10 +124,11 @@ def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return Forward(out, lse)
-    same_memory = x.k_cache.data_ptr() == x.v_cache.data_ptr() and x.k_cache.stride() == x.v_cache.stride()
+    same_strides = x.k_cache.stride() == x.v_cache.stride()
+    same_memory = same_strides and x.k_cache.data_ptr() == x.v_cache.data_ptr()
     half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
     tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_memory, tf32)
+    plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_strides, same_memory, tf32)
     launches = Launches(p.device, _as_read(x), p, same_memory, tf32)
 
     def decoding(*tensors: Any) -> Launch:
@@ -299,7 +300,9 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: CacheProblem, num_pages: int, total_q: int, half: int, same_memory: bool, tf32: bool) -> Plan:
+def _plan(
+    problem: CacheProblem, num_pages: int, total_q: int, half: int, same_strides: bool, same_memory: bool, tf32: bool
+) -> Plan:
     """half: of the rotary dims. same_memory: v_cache begins where k_cache does."""
     p = problem
     tile = _tile_for(p)
@@ -319,6 +322,7 @@ def _plan(problem: CacheProblem, num_pages: int, total_q: int, half: int, same_m
         block_va,
         block_vb,
         same_memory and p.head_dim_v == block_a,
+        same_strides,
         _page_size(p.page_size, p.capacity),
         half,
         p.rotary_interleaved,

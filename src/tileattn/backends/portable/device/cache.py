@@ -108,18 +108,45 @@ def _page_of(where, sizes, b, number):
         page = b + number * 0
     else:
         page = tl.load(where.table + b.to(tl.int64) * where.table_stride + number).to(tl.int32)
-    return tl.minimum(tl.maximum(page, 0), sizes.num_pages - 1).to(tl.int64)
+    return tl.minimum(page.to(tl.uint32), sizes.num_pages - 1).to(tl.int64)  # as unsigned, what is negative is large
 
 
 @triton.jit
-def locate_rows(cache, where, sizes, b, positions, mode):
-    """Offsets in a cache of positions of a sequence, int64."""
+def place_of(where, sizes, b, positions, mode):
+    """(page, row in it) of positions of a sequence, below its capacity."""
     if mode.page_size > 0:
-        number = tl.minimum(positions // mode.page_size, sizes.capacity // mode.page_size - 1)
-        row = positions % mode.page_size
-        return _page_of(where, sizes, b, number) * cache.stride_page + row.to(tl.int64) * cache.stride_row
+        return _page_of(where, sizes, b, positions // mode.page_size), positions % mode.page_size
     else:
-        return _page_of(where, sizes, b, b * 0) * cache.stride_page + positions.to(tl.int64) * cache.stride_row
+        return _page_of(where, sizes, b, b * 0), positions
+
+
+@triton.jit
+def place_of_block(where, sizes, b, first, start_n, inside, mode, MASKED: tl.constexpr):
+    """(page, row in it) of BLOCK_N keys from start_n on, a multiple of BLOCK_N. MASKED: some are not inside, and get
+    the place of another."""
+    n = tl.arange(0, mode.block_n)
+    if (
+        mode.page_size == 0
+        or where.leftpad is not None
+        or (mode.page_size % mode.block_n > 0 and mode.block_n % mode.page_size > 0)
+    ):
+        key = tl.where(inside, start_n + n, 0) if MASKED else start_n + n
+        return place_of(where, sizes, b, first + key, mode)
+    else:
+        if mode.page_size < mode.block_n:  # rows do not change from block to block
+            number = start_n // mode.page_size + n // mode.page_size
+            row = n % mode.page_size
+        else:
+            number = start_n // mode.page_size + n * 0
+            row = start_n % mode.page_size + n
+        number = tl.where(inside, number, 0) if MASKED else number
+        return _page_of(where, sizes, b, number), row
+
+
+@triton.jit
+def offsets_of(cache, page, row):
+    """Offsets in a cache, int64."""
+    return page * cache.stride_page + row.to(tl.int64) * cache.stride_row
 
 
 @triton.jit
