@@ -137,8 +137,9 @@ def place_of_block(where, sizes, b, first, start_n, inside, mode, MASKED: tl.con
             number = start_n // mode.page_size + n // mode.page_size
             row = n % mode.page_size
         else:
-            number = start_n // mode.page_size + n * 0
-            row = start_n % mode.page_size + n
+            before = start_n // mode.page_size
+            number = before + n * 0
+            row = start_n - before * mode.page_size + n
         number = tl.where(inside, number, 0) if MASKED else number
         return _page_of(where, sizes, b, number), row
 
