@@ -14,7 +14,7 @@ from tileattn.kvcache import Append, CacheInputs, CacheProblem
 
 
 def compile_cache_call(
-    problem: CacheProblem, inputs: CacheInputs, target: GPUTarget, table: dict[int, kvcache.CacheTile], slots: int = 264
+    problem: CacheProblem, inputs: CacheInputs, target: GPUTarget, table: kvcache.Table, multiprocessors: int = 132
 ) -> list[Compiled]:
     """Every kernel of a call, appending first if it does."""
     found: list[Compiled] = []
@@ -30,7 +30,7 @@ def compile_cache_call(
         with (
             mock.patch.object(kvcache, "start", record),
             mock.patch.object(kvcache, "_table_for", return_value=table),
-            mock.patch.object(kvcache, "_slots", return_value=slots),
+            mock.patch.object(kvcache, "_multiprocessors", return_value=multiprocessors),
             mock.patch.object(kvcache, "_plan", kvcache._plan.__wrapped__),
         ):
             if inputs.k is not None:

@@ -58,7 +58,7 @@ def test_decoding_compiles(target):
 
 
 def test_chunks_of_a_prompt_that_fill_the_device_without_splits_compile():
-    compiled = compile_cache_call(*problem(rows=64, causal=True), TARGETS["sm90"], kvcache.HOPPER, slots=1)
+    compiled = compile_cache_call(*problem(rows=64, causal=True), TARGETS["sm90"], kvcache.HOPPER, multiprocessors=1)
     assert names(compiled) == ["append_kernel", "decode_kernel"]
 
 

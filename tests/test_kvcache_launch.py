@@ -51,17 +51,17 @@ def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
     monkeypatch.setattr(portable, "_table_for", lambda device, dtype: portable.HOPPER)
     every, fresh = calls(), {}
     for name, call in every.items():
-        portable._kept.cache_clear()
+        portable._alike.cache_clear()
         fresh[name] = run(call, launches)
     for order in (list(every), list(reversed(every))):
-        portable._kept.cache_clear()
+        portable._alike.cache_clear()
         for name in 2 * order:
             assert run(every[name], launches) == fresh[name], name
         launches.fresh = 0
         for name in order:
             run(every[name], launches)
         assert launches.fresh == 0
-    portable._kept.cache_clear()
+    portable._alike.cache_clear()
 
 
 def test_checks_of_a_call_are_remembered_by_all_that_they_look_at(monkeypatch):

@@ -32,10 +32,10 @@ def test_oracle_rule_for_any_call(case):
     check(portable, case)
 
 
-@pytest.mark.parametrize("slots", [1, 7, 100])
+@pytest.mark.parametrize("multiprocessors", [1, 4, 50])
 @pytest.mark.parametrize("changes", [{}, {"seqlen_q": 20, "window": (300, 0)}, {"sink": True, "softcap": 2.0}])
-def test_oracle_rule_however_keys_are_split(slots, changes, monkeypatch):
-    monkeypatch.setattr(portable, "_slots", lambda device: slots)
+def test_oracle_rule_however_keys_are_split(multiprocessors, changes, monkeypatch):
+    monkeypatch.setattr(portable, "_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(portable, "MIN_SPLIT", 32)
     monkeypatch.setattr(portable, "_plan", portable._plan.__wrapped__)
     check(portable, LONG.but(**changes))

@@ -10,7 +10,7 @@ q with its last key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,11 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """Sizes and scalars of one call. The window is that of `Problem`."""
+    """Sizes and scalars of one call. The window is that of `Problem`.
+
+    alike: what backends keep for calls like one whose checks are remembered: these have the same scalars, and tensors
+    of the same dtypes, shapes and strides.
+    """
 
     batch: int
     seqlen_q: int  # varlen: the longest
@@ -112,6 +116,7 @@ class CacheProblem:
     has_mask: bool = False
     has_alibi: bool = False
     has_sink: bool = False
+    alike: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -257,7 +262,7 @@ class CacheProblem:
             alibi_slopes=_check_alibi_slopes(alibi_slopes, batch, num_heads, q.device),
             sink=_check_sink(sink, num_heads, q.device),
         )
-        problem = CacheProblem.describing(inputs, **scalars)
+        problem = CacheProblem.describing(inputs, **scalars, alike=None if key is None else {})
         if key is not None:
             if len(_checked) >= MAX_CHECKED:
                 _checked.clear()

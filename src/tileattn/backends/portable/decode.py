@@ -34,7 +34,8 @@ class CacheMode(NamedTuple):
 
     dim = block_a + block_b less padding: a head dim that is no power of two is taken in two parts; likewise dim_v.
     v_in_k: v is the first block_a dims of k. same_strides: rows are in the same places of both caches. page_size:
-    positions of a page, 0 where a sequence has one.
+    positions of a page, 0 where a sequence has one. in_page: blocks of keys begin at multiples of block_n, and lie
+    "whole" in a page, or have whole pages as "parts"; or neither ("").
     plain, exact, precision, left, right: as for `launch.Mode`. batch_block: the batch, padded to a power of two.
     """
 
@@ -47,6 +48,7 @@ class CacheMode(NamedTuple):
     v_in_k: Any
     same_strides: Any
     page_size: Any
+    in_page: Any
     half: Any
     interleaved: Any
     plain: Any

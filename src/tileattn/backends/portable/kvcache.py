@@ -33,7 +33,8 @@ MIN_BATCH_BLOCK = 128  # of lengths, one a thread: a smaller batch needs no kern
 class CacheTile(NamedTuple):
     """At most block_m rows, block_n keys.
 
-    paged_stages: num_stages where keys are found through a table, whose entries take stages of their own.
+    paged_stages: num_stages where keys are found through a table, whose entries take stages of their own. together:
+    programs that a multiprocessor runs at once.
     """
 
     block_m: int
@@ -41,31 +42,34 @@ class CacheTile(NamedTuple):
     num_warps: int
     num_stages: int
     paged_stages: int
+    together: int = 2
 
 
-# head_dim at most -> tile, for 16-bit dtypes. Guesses but for Hopper.
-HOPPER = {
-    64: CacheTile(64, 128, 4, 3, 5),
-    128: CacheTile(64, 64, 4, 3, 5),
-    256: CacheTile(64, 64, 8, 2, 3),
-    576: CacheTile(32, 64, 8, 3, 3),
-    1024: CacheTile(16, 16, 8, 1, 1),
+# head_dim at most -> tiles by how many rows there are, for 16-bit dtypes. Guesses but for Hopper.
+Table = dict[int, tuple[CacheTile, ...]]
+HOPPER: Table = {
+    64: (CacheTile(32, 128, 4, 4, 6), CacheTile(64, 128, 4, 3, 5)),
+    128: (CacheTile(32, 128, 4, 3, 5, 1), CacheTile(64, 64, 4, 3, 5), CacheTile(128, 64, 8, 3, 5, 1)),
+    256: (CacheTile(64, 64, 8, 2, 3),),
+    576: (CacheTile(32, 64, 8, 3, 3),),
+    1024: (CacheTile(16, 16, 8, 1, 1),),
 }
-DEFAULT = {
-    64: CacheTile(64, 64, 4, 2, 3),
-    128: CacheTile(64, 32, 4, 2, 3),
-    256: CacheTile(32, 32, 4, 1, 1),
-    576: CacheTile(16, 16, 8, 1, 1),
-    1024: CacheTile(16, 16, 8, 1, 1),
+DEFAULT: Table = {
+    64: (CacheTile(64, 64, 4, 2, 3),),
+    128: (CacheTile(64, 32, 4, 2, 3),),
+    256: (CacheTile(32, 32, 4, 1, 1),),
+    576: (CacheTile(16, 16, 8, 1, 1),),
+    1024: (CacheTile(16, 16, 8, 1, 1),),
 }
-FLOAT32 = {
-    128: CacheTile(16, 32, 4, 2, 3),
-    256: CacheTile(16, 32, 4, 1, 1),
-    1024: CacheTile(16, 16, 8, 1, 1),
+FLOAT32: Table = {
+    128: (CacheTile(16, 32, 4, 2, 3),),
+    256: (CacheTile(16, 32, 4, 1, 1),),
+    1024: (CacheTile(16, 16, 8, 1, 1),),
 }
-INTERPRETER = {1024: CacheTile(32, 32, 1, 1, 1)}  # small, so that small problems have several tiles
-INTERPRETER_SLOTS = 24
-ONE_ROW = Tile(1, 0, 4, 1)  # of kernels without tiles
+INTERPRETER: Table = {1024: (CacheTile(32, 32, 1, 1, 1),)}  # small, so that small problems have several tiles
+INTERPRETER_SLOTS = 12
+APPENDING = Tile(ROWS.value, 0, 4, 1)
+COMBINERS = 16  # programs that bring parts together, a multiprocessor
 
 
 def supports(problem: CacheProblem) -> str | None:
@@ -78,31 +82,33 @@ def supports(problem: CacheProblem) -> str | None:
 def append(append: Append) -> None:
     x = append
     packed = x.cu_seqlens_k is not None
-    num_pages, page_size, num_heads_k, head_dim = x.k_cache.shape
+    num_pages, page_size, num_heads_k, _ = x.k_cache.shape
     tokens, seqlen_new = x.k.shape[0] * (1 if packed else x.k.shape[1]), 1 if packed else x.k.shape[1]
     capacity = page_size * (1 if x.table is None else x.table.shape[1])
     sizes = x.batch, x.seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, tokens
     tensors = *x[:7], *_of_equal_strides(x.rotary_cos, x.rotary_sin)
-
-    def describe(
-        k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tensor | None, table: Tensor | None, *of_rows: Any
-    ) -> Launch:
-        cache_seqlens, cu_seqlens_k, cos, sin = of_rows
-        half, head_dim_v = 0 if cos is None else cos.shape[1], 1 if v is None else v.shape[-1]
-        args = (
-            Cache(k_cache, *k_cache.stride()[:3]),
-            None if v_cache is None else Cache(v_cache, *v_cache.stride()[:3]),
-            _rows_of(k),
-            None if v is None else _rows_of(v),
-            _where_of(table, cache_seqlens, None, None, cu_seqlens_k),
-            _rotary_of(cos, sin),
-            *sizes,
-            _append_mode(head_dim, head_dim_v, _page_size(page_size, capacity), half, x.rotary_interleaved, x.batch),
-        )
-        return Launch(triton.cdiv(tokens, ROWS.value) * num_heads_k, ONE_ROW, args)
-
     if tokens:
-        Launches(x.k.device, tensors, sizes, x.rotary_interleaved).launch(append_kernel, describe)
+        scalars = sizes, x.rotary_interleaved
+        launches = _launches_of(scalars, tensors, x.k.device, *scalars)
+        launches.launch(append_kernel, _appending, tensors, [y.data_ptr() for y in tensors if y is not None])
+
+
+def _appending(sizes: tuple[int, ...], interleaved: bool, *tensors: Any) -> Launch:
+    k_cache, v_cache, k, v, table, cache_seqlens, cu_seqlens_k, cos, sin = tensors
+    batch, _, _, _, capacity, num_heads_k, tokens = sizes
+    _, page_size, _, head_dim = k_cache.shape
+    half, head_dim_v = 0 if cos is None else cos.shape[1], 1 if v is None else v.shape[-1]
+    args = (
+        Cache(k_cache, *k_cache.stride()[:3]),
+        None if v_cache is None else Cache(v_cache, *v_cache.stride()[:3]),
+        _rows_of(k),
+        None if v is None else _rows_of(v),
+        _where_of(table, cache_seqlens, None, None, cu_seqlens_k),
+        _rotary_of(cos, sin),
+        *sizes,
+        _append_mode(head_dim, head_dim_v, _page_size(page_size, capacity), half, interleaved, batch),
+    )
+    return Launch(triton.cdiv(tokens, ROWS.value) * num_heads_k, APPENDING, args)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,50 +120,71 @@ def _append_mode(
 
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
-    p, x = problem, inputs
+    p, x = problem, _as_read(inputs)
     q = x.q
+    addresses = [tensor.data_ptr() for tensor in x if tensor is not None]
+    launches, plan = _known(p, x, addresses)
     if p.head_dim == p.head_dim_v:  # half the time
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         out = q.new_empty((*q.shape[:-1], p.head_dim_v))
-    lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
-    lse = q.new_empty(lse_shape, dtype=torch.float32)
-    if out.numel() == 0:
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    if plan.programs == 0:
         return Forward(out, lse)
-    same_strides = x.k_cache.stride() == x.v_cache.stride()
-    same_memory = same_strides and x.k_cache.data_ptr() == x.v_cache.data_ptr()
-    half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
-    tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    plan = _plan(p, x.k_cache.shape[0], q.shape[0] if p.varlen else 0, half, same_strides, same_memory, tf32)
-    launches = Launches(p.device, _as_read(x), p, same_memory, tf32)
-
-    def decoding(*tensors: Any) -> Launch:
-        *inputs, out, lse, partial = tensors
-        x = CacheInputs(*inputs)
-        caches = [Cache(cache, *cache.stride()[:3]) for cache in (x.k_cache, x.v_cache)]
-        rest = partial, _where_of(*x[3:8]), _rotary_of(x.rotary_cos, x.rotary_sin), _changes_of(p, x)
-        args = _rows_of(x.q), *caches, _rows_of(out), lse, *rest, *plan.sizes, plan.mode
-        return Launch(plan.programs, plan.tile, args)
-
-    def combining(*tensors: Any) -> Launch:
-        *inputs, out, lse, partial = tensors
-        x = CacheInputs(*inputs)
-        args = _rows_of(out), lse, partial, _where_of(*x[3:8]), _changes_of(p, x), *plan.sizes, plan.mode
-        return Launch(p.seqlen_q * p.num_heads * p.batch, ONE_ROW, args)
-
-    if plan.split.items == 0:
-        launches.launch(decode_kernel, decoding, out, lse, None)
-        return Forward(out, lse)
-    # accumulator, row maximum and row sum of rows of the longest sequence; a row stays a multiple of 16 bytes
-    partial_shape = plan.split.items, p.num_heads_k, p.seqlen_q * p.group, p.head_dim_v + 4
-    partial = q.new_empty(partial_shape, dtype=torch.float32)
-    launches.launch(decode_kernel, decoding, out, lse, partial)
-    launches.launch(combine_kernel, combining, out, lse, partial)
+    partial = q.new_empty(plan.partial_shape, dtype=torch.float32) if plan.partial_shape else None
+    outputs = out, lse, partial
+    addresses += [tensor.data_ptr() for tensor in outputs if tensor is not None]
+    launches.launch(decode_kernel, _decoding, (*x, *outputs), addresses)
+    if partial is not None:
+        launches.launch(combine_kernel, _combining, (*x, *outputs), addresses)
     return Forward(out, lse)
 
 
+def _known(problem: CacheProblem, inputs: CacheInputs, addresses: list[int]) -> tuple[Launches, Plan]:
+    """What is kept for calls like this one."""
+    p, x = problem, inputs
+    tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    unaligned = 0
+    for address in addresses:
+        unaligned |= address
+    same_memory = addresses[1] == addresses[2]  # of both caches
+    if p.alike is None or unaligned % 16:
+        return _made(p, x, same_memory, tf32)
+    found = p.alike.get((same_memory, tf32))
+    if found is None:
+        found = p.alike[same_memory, tf32] = _made(p, x, same_memory, tf32)
+    return found
+
+
+def _made(problem: CacheProblem, inputs: CacheInputs, same_memory: bool, tf32: bool) -> tuple[Launches, Plan]:
+    p, x = problem, inputs
+    half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
+    same_strides = x.k_cache.stride() == x.v_cache.stride()
+    total_q = x.q.shape[0] if p.varlen else 0
+    of_caches = same_strides, same_strides and same_memory
+    plan = _plan(p, x.k_cache.shape[0], total_q, half, x.leftpad is not None, *of_caches, tf32)
+    return _launches_of((p, same_memory, tf32), x, p.device, p, plan), plan
+
+
+def _decoding(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
+    *inputs, out, lse, partial = tensors
+    x = CacheInputs(*inputs)
+    caches = [Cache(cache, *cache.stride()[:3]) for cache in (x.k_cache, x.v_cache)]
+    rest = partial, _where_of(*x[3:8]), _rotary_of(x.rotary_cos, x.rotary_sin), _changes_of(problem, x)
+    args = _rows_of(x.q), *caches, _rows_of(out), lse, *rest, *plan.sizes, plan.mode
+    return Launch(plan.programs, plan.tile, args)
+
+
+def _combining(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
+    *inputs, out, lse, partial = tensors
+    p, x = problem, CacheInputs(*inputs)
+    args = _rows_of(out), lse, partial, _where_of(*x[3:8]), _changes_of(p, x), *plan.sizes, plan.mode
+    programs = min(p.batch * p.num_heads * p.seqlen_q, COMBINERS * _multiprocessors(p.device))
+    return Launch(programs, Tile(1, 0, max(plan.mode.block_va.value // 128, 1), 1), args)
+
+
 def _as_read(inputs: CacheInputs) -> CacheInputs:
-    """Tensors as kernels read them, without those that are in the caches by now."""
+    """Tensors as kernels read them. What was appended is not read."""
     cos, sin, mask, slopes, sink = inputs[10:]
     return CacheInputs(
         *inputs[:8],
@@ -177,46 +204,50 @@ def _of_equal_strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | 
 
 
 class Launches:
-    """Kernels of one call. What Triton makes of their arguments is kept for all calls that look alike, as it is by
-    `launch.Launcher`: the same scalars, and tensors of the same dtypes, shapes, strides and alignment."""
+    """Kernels of calls that look alike: the same scalars, and tensors of the same dtypes, shapes, strides and
+    alignment. What Triton makes of their arguments is kept, as by `launch.Launcher`."""
 
-    def __init__(self, device: torch.device, tensors: tuple[Tensor | None, ...], *scalars: Any) -> None:
-        self.device, self.tensors = device, tensors
-        self.addresses: list[int] = []
-        alike: list[Any] = []
-        for x in tensors:
-            if x is None:
-                alike.append(None)
-            else:
-                address = x.data_ptr()
-                self.addresses.append(address)
-                alike += x.dtype, x.shape, x.stride(), address % 16
-        self.kept = _kept(scalars, *alike)
+    def __init__(self, device: torch.device, *described: Any) -> None:
+        self.device, self.described = device, described
+        self.kept: dict[Any, Kept] = {}
 
-    def launch(self, kernel: Any, describe: Callable[..., Launch], *outputs: Tensor | None) -> None:
+    def launch(
+        self, kernel: Any, describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], addresses: list[int]
+    ) -> None:
+        """describe(*described, *tensors) tells how; addresses are those of tensors that are there."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self._launch(kernel, describe, outputs)
+                self._launch(kernel, describe, tensors, addresses)
         else:
-            self._launch(kernel, describe, outputs)
+            self._launch(kernel, describe, tensors, addresses)
 
-    def _launch(self, kernel: Any, describe: Callable[..., Launch], outputs: tuple[Tensor | None, ...]) -> None:
+    def _launch(self, kernel: Any, describe: Any, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> None:
         kept = self.kept.get(kernel.fn)
         if kept is not None and not observed():
-            kept.launch([*self.addresses, *[x.data_ptr() for x in outputs if x is not None]], self.device.index)
+            kept.launch(addresses, self.device.index)
             return
         places: list[Tensor] = []
-        launch = describe(*one_object_a_place((*self.tensors, *outputs), places))
+        launch = describe(*self.described, *one_object_a_place(tensors, places))
         compiled = start(kernel, launch)
         if compiled is not None:
-            self.kept[kernel.fn] = Kept(
-                compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)}
-            )
+            number = {id(x): i for i, x in enumerate(places)}
+            self.kept[kernel.fn] = Kept(compiled, launch.programs, launch.args, number)
+
+
+def _launches_of(
+    scalars: tuple[Any, ...], tensors: tuple[Tensor | None, ...], device: torch.device, *described: Any
+) -> Launches:
+    """Those kept for such scalars and tensors; described follows from these."""
+    of_tensors = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+    alike = _alike(scalars, *of_tensors)
+    if not alike:
+        alike.append(Launches(device, *described))
+    return alike[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(*_alike: Any) -> dict[Any, Kept]:
-    return {}
+def _alike(*_key: Any) -> list[Launches]:
+    return []
 
 
 class Split(NamedTuple):
@@ -228,13 +259,13 @@ class Split(NamedTuple):
     blocks: int
 
 
-def _split_for(problem: CacheProblem, tile: Tile) -> Split:
+def _split_for(problem: CacheProblem, tile: CacheTile) -> Split:
     p = problem
     if p.split_size:
         return Split(p.batch * triton.cdiv(p.capacity, p.split_size), 0, p.split_size // tile.block_n)
     tiles = triton.cdiv(p.seqlen_q * p.group, tile.block_m)
-    programs, slots = p.batch * p.num_heads_k * tiles, _slots(p.device)
-    if tiles > 1 and programs >= 4 * slots:
+    programs, slots = p.batch * p.num_heads_k * tiles, tile.together * _multiprocessors(p.device)
+    if programs == 0 or (tiles > 1 and programs >= 4 * slots):
         return Split(0, 0, 0)
     wanted = p.batch * _splits_each(programs, slots, triton.cdiv(p.capacity, MIN_SPLIT))
     # each sequence gets one at least, however short, beside those that are divided
@@ -253,25 +284,32 @@ def _splits_each(programs: int, slots: int, most: int) -> int:
 
 
 @functools.lru_cache
-def _slots(device: torch.device) -> int:
-    """Programs that run at once, at two a multiprocessor."""
+def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETER_SLOTS
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile_for(problem: CacheProblem) -> Tile:
+def _tile_for(problem: CacheProblem) -> CacheTile:
     p = problem
     by_dim = _table_for(p.device, p.dtype)
-    *tile, num_stages, paged_stages = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
-    block_m, block_n, num_warps = tile
-    if not (p.split_size and p.varlen):  # there the longest sequence must not choose for the others
-        block_m = min(block_m, max(triton.next_power_of_2(p.seqlen_q * p.group), 16))
-    return Tile(block_m, block_n, num_warps, paged_stages if p.capacity > p.page_size else num_stages)
+    tiles = by_dim[min(limit for limit in by_dim if limit >= max(p.head_dim, p.head_dim_v))]
+    if p.split_size and p.varlen:  # the longest sequence must not choose for the others
+        return tiles[-1]
+    rows = max(triton.next_power_of_2(p.seqlen_q * p.group), 16)
+    tile = next((tile for tile in tiles if rows <= tile.block_m), tiles[-1])
+    return tile._replace(block_m=min(tile.block_m, rows))
+
+
+def _in_page(page_size: int, block_n: int, has_leftpad: bool) -> str:
+    """See CacheMode."""
+    if page_size == 0 or has_leftpad:
+        return ""
+    return "whole" if page_size % block_n == 0 else "parts" if block_n % page_size == 0 else ""
 
 
 @functools.lru_cache
-def _table_for(device: torch.device, dtype: torch.dtype) -> dict[int, CacheTile]:
+def _table_for(device: torch.device, dtype: torch.dtype) -> Table:
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
@@ -290,22 +328,35 @@ def _blocks_of(dim: int) -> tuple[int, int]:
 
 
 class Plan(NamedTuple):
-    """What follows from a problem. sizes: as the kernels take them."""
+    """What follows from a problem. sizes: as the kernels take them.
+
+    partial_shape: of what programs leave, the accumulator, maximum and sum of each row of the longest sequence; a row
+    is a multiple of 16 bytes. () where no keys are split.
+    """
 
     tile: Tile
-    split: Split
     programs: int
     sizes: tuple[int, ...]
     mode: CacheMode
+    lse_shape: tuple[int, ...]
+    partial_shape: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    problem: CacheProblem, num_pages: int, total_q: int, half: int, same_strides: bool, same_memory: bool, tf32: bool
+    problem: CacheProblem,
+    num_pages: int,
+    total_q: int,
+    half: int,
+    has_leftpad: bool,
+    same_strides: bool,
+    same_memory: bool,
+    tf32: bool,
 ) -> Plan:
-    """half: of the rotary dims. same_memory: v_cache begins where k_cache does."""
+    """half: of the rotary dims. same_memory: v_cache begins where k_cache does, with the same strides."""
     p = problem
-    tile = _tile_for(p)
+    tile, page_size = _tile_for(p), _page_size(p.page_size, p.capacity)
+    num_stages = tile.paged_stages if page_size else tile.num_stages
     split = _split_for(p, tile)
     left, right = _window(p)
     sizes = (
@@ -323,7 +374,8 @@ def _plan(
         block_vb,
         same_memory and p.head_dim_v == block_a,
         same_strides,
-        _page_size(p.page_size, p.capacity),
+        page_size,
+        _in_page(page_size, tile.block_n, has_leftpad),
         half,
         p.rotary_interleaved,
         p.scale > 0.0 and not (p.softcap or p.has_alibi),
@@ -338,8 +390,11 @@ def _plan(
         tile.block_m,
         tile.block_n,
     )
-    tiles = triton.cdiv(p.seqlen_q * p.group, tile.block_m)
-    return Plan(tile, split, tiles * p.num_heads_k * (split.items or p.batch), sizes, mode)
+    rows = p.seqlen_q * p.group
+    programs = triton.cdiv(rows, tile.block_m) * p.num_heads_k * (split.items or p.batch)
+    lse_shape = (p.num_heads, total_q) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
+    partial_shape = (split.items, p.num_heads_k, rows, p.head_dim_v + 4) if split.items else ()
+    return Plan(Tile(*tile[:3], num_stages), programs, sizes, mode, lse_shape, partial_shape)
 
 
 def _batch_block(batch: int) -> int:

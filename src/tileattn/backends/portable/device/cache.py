@@ -122,26 +122,19 @@ def place_of(where, sizes, b, positions, mode):
 
 @triton.jit
 def place_of_block(where, sizes, b, first, start_n, inside, mode, MASKED: tl.constexpr):
-    """(page, row in it) of BLOCK_N keys from start_n on, a multiple of BLOCK_N. MASKED: some are not inside, and get
-    the place of another."""
+    """(page, row in it) of BLOCK_N keys from start_n on, a multiple of BLOCK_N. MASKED: some are not inside, and are
+    anywhere in a page of the sequence."""
     n = tl.arange(0, mode.block_n)
-    if (
-        mode.page_size == 0
-        or where.leftpad is not None
-        or (mode.page_size % mode.block_n > 0 and mode.block_n % mode.page_size > 0)
-    ):
-        key = tl.where(inside, start_n + n, 0) if MASKED else start_n + n
-        return place_of(where, sizes, b, first + key, mode)
+    if mode.in_page == "whole":  # blocks are in one page
+        number = start_n // mode.page_size
+        return _page_of(where, sizes, b, number), start_n - number * mode.page_size + n
     else:
-        if mode.page_size < mode.block_n:  # rows do not change from block to block
+        if mode.in_page == "parts":  # rows do not change from block to block
             number = start_n // mode.page_size + n // mode.page_size
-            row = n % mode.page_size
+            return _page_of(where, sizes, b, tl.where(inside, number, 0) if MASKED else number), n % mode.page_size
         else:
-            before = start_n // mode.page_size
-            number = before + n * 0
-            row = start_n - before * mode.page_size + n
-        number = tl.where(inside, number, 0) if MASKED else number
-        return _page_of(where, sizes, b, number), row
+            key = tl.where(inside, start_n + n, 0) if MASKED else start_n + n
+            return place_of(where, sizes, b, first + key, mode)
 
 
 @triton.jit
@@ -185,17 +178,10 @@ def split_of(item, where, sizes, mode):
     """(sequence, split, blocks in a split, number of splits of the sequence) of a work item; sequence is batch for an
     item too many."""
     b, splits, size = all_splits(where, sizes, mode)
-    stops = tl.cumsum(splits, 0)
-    sequence = tl.sum((stops <= item).to(tl.int32), 0)
-    sequence = tl.minimum(sequence, sizes.batch)
+    before = tl.cumsum(splits, 0) <= item
+    # one sum across warps for two: how many sequences come before, and how many splits they have
+    packed = tl.sum(tl.where(before, (1 << 32) + splits.to(tl.int64), 0), 0)
+    sequence = tl.minimum((packed >> 32).to(tl.int32), sizes.batch)
     here = b == sequence
-    first = tl.sum(tl.where(here, stops - splits, 0), 0)
-    return sequence, item - first, tl.sum(tl.where(here, size, 0), 0), tl.sum(tl.where(here, splits, 0), 0)
-
-
-@triton.jit
-def splits_of(sequence, where, sizes, mode):
-    """(first work item, number of splits) of a sequence."""
-    b, splits, _ = all_splits(where, sizes, mode)
-    here = b == sequence
-    return tl.sum(tl.where(b < sequence, splits, 0), 0), tl.sum(tl.where(here, splits, 0), 0)
+    packed_here = tl.sum(tl.where(here, (size.to(tl.int64) << 32) + splits, 0), 0)
+    return sequence, item - packed.to(tl.int32), (packed_here >> 32).to(tl.int32), packed_here.to(tl.int32)
