@@ -1,8 +1,8 @@
 """The shortest way into the driver that Triton is known to have, for kernels that are compiled.
 
-Triton 3.6's runner builds metadata for hooks, calls both (empty) chains of them and encodes every tensor descriptor
-anew at each launch, which takes longer than all the rest. An Entry calls the function in C below. Other versions, and
-launches that a hook wants to see, take Triton's way.
+Triton's runner builds metadata for hooks, calls both (empty) chains of them and encodes every tensor descriptor anew at
+each launch, which takes longer than all the rest. An Entry calls the function in C below. Other versions than those
+known, and launches that a hook wants to see, take Triton's way.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 
 import triton
 
-STREAM, SCRATCH = 3, 7  # places in Entry.head
+KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
+STREAM = 3  # place in Entry.head
 
 
 class Entry(NamedTuple):
     """run(*head, *args) launches, args being addresses, numbers and, for a descriptor, its encoding, sizes and strides.
 
-    formats: of descriptors by their place in args, for `encode`. scratch: bytes of memory that a program needs.
+    formats: of descriptors by their place in args, for `encode`. scratch: bytes of memory that a program needs, which
+    head takes at scratch_place.
     """
 
     run: Callable[..., None]
     head: list[Any]
     formats: dict[int, Any]
     scratch: int
+    scratch_place: int
 
 
 def entry_of(compiled: Any, programs: int) -> Entry | None:
@@ -38,18 +41,45 @@ def entry_of(compiled: Any, programs: int) -> Entry | None:
 
 def _entry_of(compiled: Any, programs: int) -> Entry | None:
     launcher = compiled.run
-    if not triton.__version__.startswith("3.6.") or type(launcher).__name__ != "CudaLauncher":
+    if _version() not in KNOWN or type(launcher).__name__ != "CudaLauncher":
         return None
     run, formats = launcher.launch, {}
     if inspect.isfunction(run):  # around the one in C, to encode descriptors
         inside = inspect.getclosurevars(run).nonlocals
         run = inside["launcher"]
-        formats = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
+        places = inside["tensordesc_indices"] if "tensordesc_indices" in inside else _at_top(inside["relevant_paths"])
+        formats = dict(zip(sorted(places), inside["tensordesc_meta"], strict=True))
     if launcher.profile_scratch_size or not inspect.isbuiltin(run) or None in formats.values():
         return None
-    mode = launcher.launch_cooperative_grid, launcher.launch_pdl
-    head = [programs, 1, 1, None, compiled.function, *mode, None, None, compiled.packed_metadata, None, None, None]
-    return Entry(run, head, formats, launcher.num_ctas * launcher.global_scratch_size)
+    grid = programs, 1, 1, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+    hooks = None, None, None
+    scratch = launcher.num_ctas * launcher.global_scratch_size
+    if _version() == (3, 6):
+        return Entry(run, [*grid, None, None, compiled.packed_metadata, *hooks], formats, scratch, len(grid))
+    if getattr(launcher, "gsan_enabled", False):
+        return None
+    described = launcher.arg_annotations, launcher.kernel_signature
+    head = [*grid, compiled.packed_metadata, *hooks, None, None, *described]
+    return Entry(_gathered(run, len(head)), head, formats, scratch, len(head) - 4)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def _at_top(paths: dict[int, Any]) -> list[int]:
+    if any(paths.values()):
+        raise ValueError("a descriptor inside a tuple")
+    return list(paths)
+
+
+def _gathered(run: Callable[..., None], length: int) -> Callable[..., None]:
+    """Since Triton 3.7 one function launches every kernel, and takes what the kernel does as one argument."""
+
+    def launch(*args: Any) -> None:
+        run(*args[:length], args[length:])
+
+    return launch
 
 
 class Runner:
@@ -87,7 +117,8 @@ def encode(descriptor: Any, format: Any) -> Any:
     """A descriptor as the driver takes it."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return make_tensordesc_arg(descriptor, format)[0]
+    unused = () if _version() < (3, 8) else (None,)
+    return make_tensordesc_arg(descriptor, format, *unused)[0]
 
 
 def observed() -> bool:

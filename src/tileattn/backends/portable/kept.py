@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tileattn.backends.entry import SCRATCH, STREAM, Entry, encode, entry_of
+from tileattn.backends.entry import STREAM, Entry, encode, entry_of
 
 
 class Descriptor(TensorDescriptor):
@@ -30,8 +30,9 @@ class Kept:
     def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], number: dict[int, int]) -> None:
         entry = entry_of(compiled, programs)
         self.entered = entry is not None
-        self.run, self.args, formats, scratch = entry or Entry(compiled[(programs, 1, 1)], [], {}, 0)
-        self.scratch = programs * scratch
+        entry = entry or Entry(compiled[(programs, 1, 1)], [], {}, 0, 0)
+        self.run, self.args, formats = entry.run, entry.head, entry.formats
+        self.scratch, self.scratch_place = programs * entry.scratch, entry.scratch_place
         self.pointers: list[tuple[int, int]] = []
         self.opened: list[tuple[int, int, tuple[Any, ...]]] = []
         self.tuples: list[tuple[int, list[Any], list[tuple[int, int]]]] = []
@@ -77,7 +78,7 @@ class Kept:
         if self.entered:
             args[STREAM] = driver.active.get_current_stream(device)
             if self.scratch:
-                args[SCRATCH] = allocate(self.scratch)
+                args[self.scratch_place] = allocate(self.scratch)
         else:
             triton.set_allocator(allocate)
         self.run(*args)
