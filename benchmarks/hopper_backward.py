@@ -1,14 +1,17 @@
-"""The Hopper backward beside cuDNN: same tensors, one process, alternating rounds, medians.
+"""The Hopper backward beside its peers: same tensors, one process, alternating rounds, medians.
 
     python benchmarks/hopper_backward.py out.json [--head-dims 64,128,256] [--seqlens 1024,4096,16384] [--rounds 5]
 
 16,384 tokens, heads * head_dim = 2,048, bfloat16, random data. Ours is called through `tileattn.attention` and
-autograd, with all that comes before and after the kernel. FLOPs are counted 2.5 times those of forward.
+autograd, with all that comes before and after the kernel. FLOPs are counted 2.5 times those of forward. cuDNN comes
+with torch; FA4 (package flash-attn-4) and FA3 (package flash-attn3-jax, through JAX, which needs
+XLA_PYTHON_CLIENT_PREALLOCATE=false) are measured where they are installed and take the call.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -21,24 +24,69 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tileattn import attention
 
+Run = Callable[[], Any]
 
-def implementations(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> dict[str, Callable[[], Any]]:
-    """By name. q, k, v, dout: (batch, seqlen, heads, head_dim); cuDNN gets them in the order that it prefers."""
-    runs = {}
-    for name, deterministic in (("tileattn", False), ("tileattn-deterministic", True)):
-        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        runs[name] = backward_of(attention(*leaves, causal=causal, deterministic=deterministic), leaves, dout)
+
+def tileattn(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, deterministic: bool = False) -> Run:
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    return backward_of(attention(*leaves, causal=causal, deterministic=deterministic), leaves, dout)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Run:
+    """With tensors in the order that it prefers, (batch, heads, seqlen, head_dim)."""
     leaves = tuple(x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-    return {**runs, "cudnn": backward_of(out, leaves, dout.transpose(1, 2).contiguous())}
+    return backward_of(out, leaves, dout.transpose(1, 2).contiguous())
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Run:
+    from flash_attn.cute import flash_attn_func
+
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    return backward_of(flash_attn_func(*leaves, causal=causal)[0], leaves, dout)
+
+
+def fa3(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Run:
+    """JAX has a stream of its own: handing a result to torch makes torch's stream, where time is taken, wait for it."""
+    import jax
+    from flash_attn3_jax.flash import _flash_mha_bwd, _flash_mha_fwd
+
+    options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal, "window_size": (-1, -1)}
+    torch.cuda.synchronize()
+    arrays = [jax.dlpack.from_dlpack(x) for x in (q, k, v, dout)]
+    out, lse = jax.jit(functools.partial(_flash_mha_fwd, **options))(*arrays[:3])
+    backward = jax.jit(functools.partial(_flash_mha_bwd, **options))
+    return lambda: torch.from_dlpack(backward(arrays[3], *arrays[:3], out, lse)[0])
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Run]] = {
+    "tileattn": tileattn,
+    "tileattn-deterministic": functools.partial(tileattn, deterministic=True),
+    "cudnn": cudnn,
+    "fa4": fa4,
+    "fa3": fa3,
+}
+
+
+def run_of(name: str, *call: Any) -> Run | None:
+    """None where a peer is not installed or refuses."""
+    try:
+        run = IMPLEMENTATIONS[name](*call)
+        run()
+    except Exception as error:  # packages of others raise what they like
+        if name.startswith("tileattn"):
+            raise
+        print(f"{name} is left out: {type(error).__name__} {str(error)[:100]}")
+        return None
+    return run
 
 
 def cell(seqlen: int, head_dim: int, causal: bool, rounds: int) -> list[dict[str, Any]]:
     batch, heads = TOKENS // seqlen, WIDTH // head_dim
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    found = measure(implementations(*tensors, causal), rounds)
-    return rows_of(found, "backward", seqlen, head_dim, causal, "", seqlen**2 / (2 if causal else 1))
+    runs = {name: run for name in IMPLEMENTATIONS if (run := run_of(name, *tensors, causal)) is not None}
+    return rows_of(measure(runs, rounds), "backward", seqlen, head_dim, causal, "", seqlen**2 / (2 if causal else 1))
 
 
 def main() -> None:

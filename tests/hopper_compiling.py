@@ -87,8 +87,9 @@ def compile_backward(problem: Problem, inputs: Inputs) -> Compiled:
     plan, counter = backward_plan_for(problem), torch.zeros(1, dtype=torch.int32)
     dout = torch.empty(*inputs.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[1:3])
-    workspace = workspace_for(problem, plan, problem.device)
-    return _compile(attention_backward, *backward_arguments(plan, inputs, dout, workspace, dk, dv, counter))
+    workspace = workspace_for(problem, plan, inputs.q)
+    table = torch.zeros(TABLE_FIELDS, problem.batch + 1, dtype=torch.int32) if problem.varlen else None
+    return _compile(attention_backward, *backward_arguments(plan, inputs, dout, workspace, dk, dv, counter, table))
 
 
 def compile_ranking() -> Compiled:

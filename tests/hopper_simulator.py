@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for
+from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for, places_for
 from tileattn.backends.hopper.launch import mode_of, plan_for
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
 from tileattn.problem import Forward, Gradients, Inputs, Problem
@@ -417,7 +417,7 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
     def wait_for_turn(pointer: Pointer, turn: int) -> None:
         machine.wait_for(lambda: pointer.data[pointer.offset] == turn, f"turn {int(turn)}")
 
-    def pass_turn(pointer: Pointer, turn: int) -> None:
+    def pass_turn(pointer: Pointer, turn: int, pending: int) -> None:
         with machine.changed:
             pointer.data[pointer.offset] = turn
             machine.changed.notify_all()
@@ -496,7 +496,7 @@ class Kernel:
         describe, table = Descriptor, None
         if problem.varlen:
             describe = PackedDescriptor
-            table = self.rank(inputs, heads // tile.PACK, tile.BLOCK_M)
+            table = self.rank(inputs.cu_seqlens_q, inputs.cu_seqlens_k, heads // tile.PACK, tile.BLOCK_M)
         slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
         if slopes is not None:
             slopes = slopes.expand(problem.batch, -1).contiguous()
@@ -521,16 +521,16 @@ class Kernel:
         """A file's names, for what needs no partitions."""
         return self._load(name, _triton(Machine(0), 0, 0))
 
-    def rank(self, inputs: Inputs, packs: int, block_m: int) -> np.ndarray:
+    def rank(self, tiled: torch.Tensor | None, others: torch.Tensor | None, per_block: int, block: int) -> np.ndarray:
         """The table of packed sequences."""
-        assert inputs.cu_seqlens_q is not None
-        assert inputs.cu_seqlens_k is not None
-        sequences = len(inputs.cu_seqlens_q) - 1
+        assert tiled is not None
+        assert others is not None
+        sequences = len(tiled) - 1
         table = np.full((TABLE_FIELDS, sequences + 1), -1)
-        arguments = (inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy(), table)
+        arguments = (tiled.numpy(), others.numpy(), table)
         for program in range(sequences // RANKED.value + 1):
             kernel = self._load("schedule", _triton(Machine(0), program, 0))
-            kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, packs, block_m)))
+            kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, per_block, block)))
         return table
 
     def backward(
@@ -546,24 +546,30 @@ class Kernel:
         """The backend's backward of q, k and v, on this many programs in turn: the first takes all tiles."""
         plan, mode = backward_plan_for(problem), backward_mode_of(problem)
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
-        statistics, sums = prepare(problem, plan, forward, dout, dlse)
-        turns = np.zeros(plan.blocks_m * problem.batch * problem.num_heads * 2, int)
+        places = rows_by_place(problem, plan, inputs)
+        statistics, sums = prepare(problem, plan, places, forward, dout, dlse)
+        turns = np.zeros(problem.num_heads * len(places) * 2, int)
         dk, dv = (np.full(x.shape, np.nan, np.float32) for x in inputs[1:3])
         counter = np.zeros(1, int)
         tensors = (*(x.float().numpy() for x in (*inputs[:3], dout)), statistics, sums, dk, dv)
         dtypes = (*[dtype] * 4, "float32", "float32", dtype, dtype)
+        of_rows, table = Descriptor, None
+        if problem.varlen:
+            of_rows = PackedDescriptor
+            table = self.rank(inputs.cu_seqlens_k, inputs.cu_seqlens_q, problem.num_heads_k, mode.BLOCK_N)
+        describe = (*[of_rows] * 4, Descriptor, Descriptor, of_rows, of_rows)
         for program in range(programs):
             kernel = self._load("backward", _triton(Machine(seed + program), program, programs))
             kernel["attention_backward"](
-                *(Descriptor(*x) for x in zip(tensors, plan.blocks, dtypes, strict=True)),
-                *map(Pointer, (turns, counter)),
-                *map(Scalar, plan.sizes),
+                *(of(*x) for of, *x in zip(describe, tensors, plan.blocks, dtypes, strict=True)),
+                *(None if x is None else Pointer(x) for x in (turns, counter, table)),
+                *map(Scalar, (problem.batch, *plan.sizes)),
                 kernel["Scales"](*plan.scales),
                 kernel["BackwardMode"](*mode),
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
-        dq = finish(problem, plan, sums)
+        dq = finish(problem, plan, places, inputs, sums)
         return Gradients(*(torch.from_numpy(x).to(problem.dtype) for x in (dq, dk, dv)))
 
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
@@ -582,24 +588,38 @@ class Kernel:
         return namespace
 
 
+def rows_by_place(problem: Problem, plan: BackwardPlan, inputs: Inputs) -> torch.Tensor:
+    """(places, block_m): rows of the tensors of queries, batch after batch; -1 past the end of a sequence."""
+    p, block_m, blocks = problem, plan.tile.block_m, plan.query_blocks
+    ends = torch.arange(p.batch + 1) * p.seqlen_q if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
+    rows = torch.full((places_for(p, plan, inputs.q), block_m), -1)
+    for sequence in range(p.batch):
+        first, end = int(ends[sequence]), int(ends[sequence + 1])
+        place = sequence * blocks + (first // block_m if p.varlen else 0)
+        rows[place:].view(-1)[: end - first] = torch.arange(first, end)
+    return rows
+
+
 def prepare(
-    problem: Problem, plan: BackwardPlan, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor
+    problem: Problem,
+    plan: BackwardPlan,
+    places: torch.Tensor,
+    forward: Forward,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What prepare_kernel makes: statistics, and the sums of dQ at 0."""
-    p, rows = problem, plan.blocks_m * plan.tile.block_m
-    heads = p.batch * p.num_heads
-    lse, delta = torch.full((heads, rows), float("inf")), torch.zeros(heads, rows)
-    of_rows = forward.lse.float().flatten(0, 1)
-    lse[:, : p.seqlen_q] = of_rows.masked_fill(of_rows == float("-inf"), float("inf"))
-    product = (forward.out.float() * dout.float()).sum(-1).transpose(1, 2)
-    delta[:, : p.seqlen_q] = (product - dlse).flatten(0, 1)
-    units = zip((lse, delta), plan.units, strict=True)
-    blocks = [(x * unit).view(heads, plan.blocks_m, plan.tile.block_m) for x, unit in units]
-    sums = np.zeros((heads * rows * plan.tile.block_dim // 32, 32), np.float32)
-    return torch.cat(blocks, -1).flatten().numpy(), sums
+    heads, tile = problem.num_heads, plan.tile
+    delta = (forward.out.float() * dout.float()).sum(-1).transpose(-1, -2) - dlse
+    of_rows = (x.float().movedim(-2, 0).reshape(heads, -1)[:, places] for x in (forward.lse, delta))
+    lse, delta = (x.masked_fill(places < 0, 0.0) for x in of_rows)
+    lse = lse.masked_fill((places < 0) | (lse == float("-inf")), float("inf"))
+    statistics = torch.stack([x * unit for x, unit in zip((lse, delta), plan.units, strict=True)], 2)
+    sums = np.zeros((heads * places.numel() * tile.block_dim // 32, 32), np.float32)
+    return statistics.flatten().numpy(), sums
 
 
-def finish(problem: Problem, plan: BackwardPlan, sums: np.ndarray) -> np.ndarray:
+def finish(problem: Problem, plan: BackwardPlan, places: torch.Tensor, inputs: Inputs, sums: np.ndarray) -> np.ndarray:
     """What finish_kernel makes of the sums, before it rounds."""
     p, tile = problem, plan.tile
     columns = min(64, tile.block_m * tile.block_dim // 128)
@@ -607,5 +627,7 @@ def finish(problem: Problem, plan: BackwardPlan, sums: np.ndarray) -> np.ndarray
     parts = parts.transpose(0, 1, 3, 6, 4, 2, 5, 7).reshape(*parts.shape[:2], 64, columns)
     if tile.block_m == 64:
         parts = parts.transpose(0, 2, 1, 3)
-    dq = parts.reshape(p.batch, p.num_heads, -1, tile.block_dim)[:, :, : p.seqlen_q, : p.head_dim]
-    return np.ascontiguousarray(dq.transpose(0, 2, 1, 3)) * np.float32(p.scale)
+    rows = torch.from_numpy(parts.reshape(p.num_heads, -1, tile.block_dim).copy())[:, places.view(-1) >= 0]
+    dq = torch.empty(inputs.q.shape)
+    dq.view(-1, p.num_heads, p.head_dim)[places[places >= 0]] = rows.transpose(0, 1)[..., : p.head_dim] * p.scale
+    return dq.numpy()

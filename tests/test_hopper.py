@@ -130,6 +130,7 @@ def test_how_many_blocks_the_diagonal_crosses(changes, masked):
         ({"window_right": 0, "head_dim": 64, "head_dim_v": 64, "seqlen_k": 300}, 2),
         ({"window_right": 0, "head_dim": 256}, 1),
         ({"window_right": 0, "window_left": 100}, 0),
+        ({"window_right": 0, "varlen": True}, 3),
     ],
 )
 def test_how_many_blocks_of_queries_the_diagonal_crosses(changes, masked):
@@ -137,8 +138,9 @@ def test_how_many_blocks_of_queries_the_diagonal_crosses(changes, masked):
     assert plan.mode.MASKED.value == masked
 
 
-def test_a_window_of_any_width_fits_a_32_bit_argument():
-    plan = plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), window_left=2**40, window_right=2**40))
+@pytest.mark.parametrize("plan_of", [plan_for, backward_plan_for])
+def test_a_window_of_any_width_fits_a_32_bit_argument(plan_of):
+    plan = plan_of(dataclasses.replace(PLAIN, device=torch.device("cpu"), window_left=2**40, window_right=2**40))
     assert not plan.mode.LEFT.value
     assert not plan.mode.CAUSAL.value
     assert all(abs(size) < 2**31 for size in plan.sizes)
@@ -165,8 +167,8 @@ def test_a_dout_is_copied_only_where_tma_cannot_step_through_it():
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_few_queries_and_packed_sequences_are_differentiated_elsewhere():
+def test_few_queries_and_alibi_are_differentiated_elsewhere():
     few = dataclasses.replace(PLAIN, seqlen_q=16, num_heads=16)
-    for problem in (few, dataclasses.replace(PLAIN, varlen=True)):
+    for problem in (few, dataclasses.replace(PLAIN, has_alibi=True)):
         assert hopper.supports(problem) is None
         assert hopper.supports(problem, "backward")

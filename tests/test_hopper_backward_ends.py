@@ -10,8 +10,10 @@ import torch
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# BLOCK_M, BLOCK_DIM, head_dim, seqlen_q: as in BACKWARD_TILES, with heads narrower than a block and a block too many
+# BLOCK_M, BLOCK_DIM, head_dim, seqlen_q: as in BACKWARD_TILES, with heads narrower than a block
 SHAPES = ((128, 64, 64, 300), (64, 64, 40, 130), (64, 128, 72, 100), (64, 256, 192, 70))
+# of packed sequences: as many that a program looks them up in two steps, some of them empty
+LENGTHS = (0, 70, 0, 0, 129, 64, *[3] * 140, 0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the others")
@@ -30,7 +32,7 @@ def test_the_ends_in_the_interpreter():
 def test_statistics_are_padded_and_the_sums_start_at_zero(block_m, block_dim, head_dim, seqlen_q):
     from tileattn.backends.hopper.backward_ends import prepare_kernel
 
-    batch, heads, blocks_m = 2, 3, -(-seqlen_q // block_m) + 1
+    batch, heads, blocks_m = 2, 3, -(-seqlen_q // block_m) + 1  # one too many
     out = torch.randn(batch, seqlen_q, heads, head_dim)
     dout = torch.randn(batch, heads, seqlen_q, head_dim).transpose(1, 2)
     lse, dlse = torch.randn(2, batch, heads, seqlen_q)
@@ -40,9 +42,10 @@ def test_statistics_are_padded_and_the_sums_start_at_zero(block_m, block_dim, he
     turns = torch.full((blocks * 2,), 7, dtype=torch.int32)
     prepare_kernel[(blocks,)](
         out, dout, *[stride // 8 for stride in dout.stride()[:3]], lse, dlse, statistics, sums, turns,
-        seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
+        None, batch, seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
     )  # fmt: skip
-    found_lse, found_delta = statistics.view(batch, heads, blocks_m, 2, block_m).movedim(3, 0).flatten(3)
+    found = statistics.view(heads, batch, blocks_m, 2, block_m).transpose(0, 1)
+    found_lse, found_delta = found.movedim(3, 0).flatten(3)
     assert torch.equal(found_lse[..., :seqlen_q], torch.where(lse.isinf(), torch.inf, lse) * -1.5)
     assert (found_lse[..., seqlen_q:] == -torch.inf).all()
     delta = (out * dout).sum(-1).transpose(1, 2) - dlse
@@ -61,11 +64,52 @@ def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
     batch, heads, blocks_m = 2, 3, -(-seqlen_q // block_m)
     dq = torch.randn(batch, heads, blocks_m * block_m, block_dim)
     columns = min(64, block_m * block_dim // 128)
-    parts = dq.view(batch, heads, blocks_m, block_m // 64, 64, block_dim // columns, columns).transpose(4, 5)
-    fragments = parts.reshape(-1, 4, 2, 8, columns // 8, 4, 2)  # warp, half, lane // 4, eighth, lane % 4, pair
-    sums = fragments.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
     found = torch.full((batch, seqlen_q, heads, head_dim), torch.nan)
     finish_kernel[(batch * heads * blocks_m,)](
-        sums, found, seqlen_q, heads, blocks_m, 0.5, head_dim, block_dim, block_m
-    )
+        _as_sent(dq.transpose(0, 1), block_m, columns), found, None, batch, seqlen_q, heads, blocks_m, 0.5,
+        head_dim, block_dim, block_m,
+    )  # fmt: skip
     assert torch.equal(found, 0.5 * dq[:, :, :seqlen_q, :head_dim].transpose(1, 2))
+
+
+def _as_sent(dq, block_m, columns):
+    """dq, (heads, ..., rows, block_dim), in the order of backward.send_dq."""
+    parts = dq.reshape(dq.shape[0], -1, block_m // 64, 64, dq.shape[-1] // columns, columns).transpose(3, 4)
+    fragments = parts.reshape(-1, 4, 2, 8, columns // 8, 4, 2)  # warp, half, lane // 4, eighth, lane % 4, pair
+    return fragments.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize(("block_m", "least"), [(64, 1), (64, 3), (128, 2)])
+def test_packed_sequences_have_places_of_their_own(block_m, least):
+    from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
+
+    heads, dim, total = 2, 64, sum(LENGTHS)
+    ends = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    out, dout = torch.randn(2, total, heads, dim)
+    lse = torch.randn(heads, total)
+    places = total // block_m + len(LENGTHS) * least
+    statistics, sums = (torch.full((heads, places, n), torch.nan) for n in (2 * block_m, block_m * dim))
+    sizes = ends, len(LENGTHS), total, heads, least
+    prepare_kernel[(heads * places,)](
+        out, dout, 2**30, *[stride // 8 for stride in dout.stride()[:2]], lse, None, statistics, sums, None,
+        *sizes, 1.0, 1.0, dim, dim, dim, block_m,
+    )  # fmt: skip
+    found_lse, found_delta = statistics.view(heads, places, 2, block_m).movedim(2, 0)
+    delta = (out * dout).sum(-1).T
+    dq = torch.randn(heads, places, block_m, dim)
+    found = torch.full((total, heads, dim), torch.nan)
+    columns = min(64, block_m * dim // 128)
+    finish_kernel[(heads * places,)](_as_sent(dq, block_m, columns), found, *sizes, 2.0, dim, dim, block_m)
+    taken = 0
+    for sequence, length in enumerate(LENGTHS):
+        rows, place = slice(ends[sequence], ends[sequence + 1]), int(ends[sequence]) // block_m + sequence * least
+        assert place >= taken
+        taken = place + max(least, -(-length // block_m))
+        of_lse, of_delta, of_dq = (x[:, place:taken].flatten(1, 2) for x in (found_lse, found_delta, dq))
+        assert torch.equal(of_lse[:, :length], lse[:, rows])
+        assert torch.allclose(of_delta[:, :length], delta[:, rows], atol=1e-4)
+        assert torch.equal(found[rows], 2.0 * of_dq[:, :length].transpose(0, 1))
+    assert taken <= places
+    assert (found_lse == torch.inf).sum() == heads * (places * block_m - total)
+    assert not sums.any()

@@ -7,13 +7,14 @@ import torch
 from oracle import Case, build, check, check_call
 
 from tileattn.backends import hopper
-from tileattn.problem import Wanted
+from tileattn.problem import Problem, Wanted
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not hopper._is_hopper(torch.device("cuda", 0)), reason="needs a Hopper GPU"),
 ]
 
+LENGTHS = (1, 700, 3, 64, 0, 129, 1, 300, 5, 64, 64, 2, 90)  # most short, most rows in a few
 CASES = {
     "one_tile": {"seqlen_q": 128, "seqlen_k": 128},
     "full": {"seqlen_q": 512, "seqlen_k": 512},
@@ -46,6 +47,11 @@ CASES = {
         "seqlen_q": 333, "seqlen_k": 400, "causal": True, "window": (150, -1), "softcap": 5.0, "sink": True,
         "num_heads": 4,
     },
+    "varlen": {"lengths_q": (70, 0, 129, 1, 300), "lengths_k": (70, 65, 64, 0, 300)},
+    "varlen_causal": {"lengths_q": (64, 1, 130, 700), "lengths_k": (100, 300, 65, 700), "causal": True},
+    "varlen_long_tailed": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "causal": True, "num_heads_k": 1},
+    "varlen_window": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "window": (150, 40)},
+    "varlen_sink": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "sink": True, "softcap": 4.0},
 }  # fmt: skip
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = (
@@ -68,7 +74,10 @@ def test_oracle_rule(name, dims, dtype):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["many_tiles", "causal_many", "more_keys", "gqa_many", "causal_window", "few_queries"])
+@pytest.mark.parametrize(
+    "name",
+    ["many_tiles", "causal_many", "more_keys", "gqa_many", "causal_window", "few_queries", "varlen_long_tailed"],
+)
 def test_deterministic_calls_repeat_bit_for_bit(name, head_dim):
     call = served(Case(head_dim=head_dim, head_dim_v=head_dim, dtype=BF16).but(**CASES[name]))
     call = call._replace(problem=dataclasses.replace(call.problem, deterministic=True))
@@ -78,6 +87,51 @@ def test_deterministic_calls_repeat_bit_for_bit(name, head_dim):
     first = run()
     for _ in range(250):
         assert all(map(torch.equal, run()[:3], first[:3]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_do_not_touch(causal):
+    lengths = (100, 60, 300)
+    case = Case(lengths_q=lengths, lengths_k=lengths, head_dim=128, head_dim_v=128, causal=causal, dtype=BF16)
+    problem, inputs, dout, dlse = served(case)
+    problem = dataclasses.replace(problem, deterministic=True)
+    forward = hopper.forward(problem, inputs)
+    run = lambda: hopper.backward(problem, inputs, forward, dout, dlse, Wanted())[:3]  # noqa: E731
+    expected = run()
+    for x in (*inputs[:3], dout, forward.out):
+        x[100:160] = float("nan")
+    for found, x in zip(run(), expected, strict=True):
+        assert torch.equal(found[:100], x[:100])
+        assert torch.equal(found[160:], x[160:])
+        assert found[100:160].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [((0, 0), (70, 5)), ((70, 5), (0, 0))], ids=["no rows", "no keys"])
+def test_nothing_to_see_in_packed_sequences(lengths):
+    """max_seqlen, read on the host, may be more than there is."""
+    case = Case(lengths_q=lengths[0], lengths_k=lengths[1], head_dim=64, head_dim_v=64, dtype=BF16)
+    problem, inputs, dout, dlse = build(case, "cuda")
+    problem = dataclasses.replace(problem, seqlen_q=70, seqlen_k=70)
+    forward = hopper.forward(problem, inputs)
+    for x in hopper.backward(problem, inputs, forward, dout, dlse, Wanted())[:3]:
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_extra_memory_but_dq_in_float32_and_two_statistics_a_row(head_dim, deterministic):
+    q, k, v, dout = (torch.randn(2, 4096, 2, head_dim, device="cuda", dtype=BF16) for _ in range(4))
+    problem, inputs = Problem.of(q, k, v, deterministic=deterministic)
+    forward = hopper.forward(problem, inputs)
+    run = lambda: hopper.backward(problem, inputs, forward, dout, None, Wanted())  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = run()
+    extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients[:3])
+    rows, blocks_of_64 = 2 * 4096 * 2, 2 * 64 * 2
+    assert extra <= rows * (4 * head_dim + 2 * 4) + deterministic * blocks_of_64 * 2 * 4
 
 
 @pytest.mark.parametrize("missing", ["dout", "dlse"])

@@ -44,7 +44,15 @@ CASES = {
     "causal_window": {"causal": True, "window": (130, -1), "seqlen_k": 400},
     "softcap": {"softcap": 3.0, "causal": True},
     "sharp": {"magnitude": 30.0, "causal": True},
-}
+    "varlen": {"lengths_q": (70, 0, 129, 1, 300), "lengths_k": (70, 65, 64, 0, 300)},
+    "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 300, 65), "causal": True, "num_heads_k": 1},
+    "varlen_window": {"lengths_q": (3, 140, 0, 270), "lengths_k": (5, 300, 7, 270), "window": (100, 30)},
+    "varlen_head_dim_128": {
+        "lengths_q": (0, 67, 1, 90), "lengths_k": (3, 67, 129, 99), "causal": True, "head_dim": 128, "head_dim_v": 128,
+    },
+    "varlen_head_dim_256": {"lengths_q": (64, 130), "lengths_k": (200, 65), "head_dim": 256, "head_dim_v": 256},
+    "varlen_many": {"lengths_q": (3,) * 130, "lengths_k": (5,) * 40 + (2,) * 90, "num_heads_k": 1},
+}  # fmt: skip
 
 
 def differentiate(kernel: Kernel, call: Call, **options) -> dict[str, torch.Tensor]:
@@ -78,8 +86,11 @@ def test_keys_past_the_end_add_nothing_however_low_all_scores_are(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["head_dim_256_causal", "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window"],
-)
+    [
+        "head_dim_256_causal", "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window",
+        "varlen_causal", "varlen_window",
+    ],
+)  # fmt: skip
 def test_deterministic_tiles_take_their_turns(name):
     """The first program takes all tiles in order, so a turn that waits for a later tile is a deadlock."""
     call = build(SMALL.but(**CASES[name]))
@@ -88,7 +99,7 @@ def test_deterministic_tiles_take_their_turns(name):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
+def test_turns_number_the_key_blocks_that_add_to_their_blocks(seed):
     """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile."""
     draw = random.Random(seed)
     seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
@@ -99,20 +110,21 @@ def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
     plan, mode = backward_plan_for(problem), backward_mode_of(problem)
     schedule = types.SimpleNamespace(**Kernel()._load("schedule", _triton(Machine(0), 0, 1)))
     shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
-    grid = schedule.grid_of_keys(*shapes, *map(Scalar, plan.sizes), mode)
-    assert grid.blocks_m == plan.blocks_m
-    added = dict.fromkeys(range(grid.blocks_m), 0)
+    grid = schedule.grid_of_keys(*shapes, None, Scalar(1), *map(Scalar, plan.sizes), mode)
+    assert grid.places == plan.query_blocks
+    added = dict.fromkeys(range(0, grid.places, mode.TURN), 0)
+    shift = seqlen_k - seqlen_q
     rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    hidden = ~((columns >= rows + grid.left) | (problem.window_left < 0))
-    hidden |= ~((columns < rows + grid.right) | (problem.window_right < 0))
+    hidden = ~((columns >= rows + shift + grid.left) | (problem.window_left < 0))
+    hidden |= ~((columns < rows + shift + grid.right) | (problem.window_right < 0))
     for number in range(grid.num_tiles):
-        work = schedule.locate_keys(Scalar(number), grid, mode)
+        work = schedule.locate_keys(Scalar(number), None, None, grid, mode)
         hidden[
             (work.end - work.blocks) * mode.BLOCK_M : work.end * mode.BLOCK_M, work.row : work.row + mode.BLOCK_N
         ] = True
-        for block in range(work.end - work.blocks, work.end):
-            assert schedule.turn_of(Scalar(block), work, grid, mode) == added[block]
-            added[block] += 1
+        for start in {block // mode.TURN * mode.TURN for block in range(work.end - work.blocks, work.end)}:
+            assert schedule.turn_of(Scalar(start), work, grid, mode) == added[start]
+            added[start] += 1
     assert hidden.all()
 
 
@@ -128,6 +140,7 @@ FAULTS = {
         "    pipes.dout.release(i)\n    barrier_sync(",
     ),
     "nobody waits for dout": ("backward", "        pipes.dout.wait(i)\n", ""),
+    "nobody waits for the queries": ("backward", "    pipes.q.wait(i)\n", ""),
     "nobody waits for the values": ("backward", "        pipes.v.wait(entry)\n", ""),
     "nobody releases the values": ("backward", "        pipes.v.release(entry)\n", ""),
     "keys are overwritten without asking": (
@@ -157,20 +170,45 @@ FAULTS = {
     "an outbox is given back while it is carried": ("pipeline", "        store_wait(0)\n", ""),
     "the halves of dQ are swapped": (
         "backward",
-        "(first + block) * 2 + WARPGROUP",
-        "(first + block) * 2 + 1 - WARPGROUP",
+        "grid, mode) * 2 + WARPGROUP",
+        "grid, mode) * 2 + 1 - WARPGROUP",
     ),
     "dV is stored as dK": ("backward", "store_rows(dv_desc,", "store_rows(dk_desc,"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
 }
 
 
+WIDE_FAULTS = {
+    "S of the next block is read while in flight": (
+        "backward",
+        "warpgroup_mma_wait(0, deps=(dk_token, s_token))",
+        "warpgroup_mma_wait(1, deps=(dk_token, s_token))",
+    ),
+    "S is that of the block before": ("backward", "wide_scores(i + 1, entry", "wide_scores(i, entry"),
+    "nobody waits for dout": ("backward", "\n    pipes.dout.wait(i)\n", "\n"),
+    "nobody waits for the queries": ("backward", "    pipes.q.wait(i)\n", ""),
+    "a warpgroup reads P and dS before the other has written them": FAULTS[
+        "a warpgroup reads dS before the other has written it"
+    ],
+    "P and dS have one buffer": ("backward", "pipes.ds.index(i % 2 * 2", "pipes.ds.index(0 * 2"),
+}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
-    call = build(SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
+    expect_fault(FAULTS[fault], SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
+
+
+@pytest.mark.parametrize("fault", WIDE_FAULTS)
+def test_a_planted_fault_is_caught_at_head_dim_256(fault):
+    expect_fault(WIDE_FAULTS[fault], SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256))
+
+
+def expect_fault(fault: tuple[str, str, str], case: Case) -> None:
+    call = build(case)
     exact = run_reference(call, torch.float64)
     try:
-        found = differentiate(Kernel(FAULTS[fault]), call)
+        found = differentiate(Kernel(fault), call)
     except FaultError:
         return
     close = (torch.allclose(x.double(), exact[name], atol=0.05) for name, x in found.items())

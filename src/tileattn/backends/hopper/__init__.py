@@ -47,8 +47,6 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
 
 
 def _backward(p: Problem) -> str | None:
-    if p.varlen:
-        return "has no backward of packed sequences"
     if p.has_alibi:
         return "has no backward through ALiBi"
     if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in BACKWARD_TILES):

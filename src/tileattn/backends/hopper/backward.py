@@ -29,7 +29,15 @@ from tileattn.backends.hopper.gluon_names import (
 )
 from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, make_queue, make_ring
 from tileattn.backends.hopper.ptx import barrier_sync, narrow, opaque, pass_turn, reciprocal, wait_for_turn
-from tileattn.backends.hopper.schedule import draw_tile, grid_of_keys, locate_keys, turn_of
+from tileattn.backends.hopper.schedule import (
+    coordinates,
+    draw_tile,
+    first_place,
+    grid_of_keys,
+    locate_keys,
+    sequence_of,
+    turn_of,
+)
 from tileattn.backends.hopper.softmax import LOG2_E
 
 
@@ -39,9 +47,9 @@ class BackwardMode(NamedTuple):
     KEY_STAGES, DOUT_STAGES: blocks of keys and of dout in flight (of queries: 2). WIDE: the warpgroups share 64 keys
     and split the head dim. PRIMED: lse and delta are where the products S and dP start
     from, which saves registers. BARRIERS: the first named barrier.
-    VARLEN: packed sequences, which rings ask for and which there are none of. CAUSAL, LEFT: the window bounds that
-    side. MASKED: blocks of queries, a key block's first, which hide scores
-    (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
+    VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
+    which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
+    TURN: blocks of queries that a turn of the deterministic order is of.
     """
 
     BLOCK_M: Any
@@ -58,6 +66,7 @@ class BackwardMode(NamedTuple):
     TAIL: Any
     SOFTCAP: Any
     DETERMINISTIC: Any
+    TURN: Any
 
 
 class Scales(NamedTuple):
@@ -83,36 +92,38 @@ class Pipes(NamedTuple):
 
 
 @gluon.jit
-def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, grid, mode):
+def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode):
     """The loading warp: for every tile its keys and, last block first, its queries with their statistics, and dout."""
     tile = draw_tile(counter_ptr, grid.num_tiles)
+    sequence = grid.num_tiles * 0
     entry = grid.num_tiles * 0
     i = grid.num_tiles * 0
     while tile < grid.num_tiles:
-        work = locate_keys(tile, grid, mode)
+        sequence = sequence_of(tile, sequence, table_ptr, grid, mode)
+        work = locate_keys(tile, sequence, table_ptr, grid, mode)
         first = i
         pipes.queue.post(entry, work)
-        pipes.k.fill(entry, k_desc, work.batch, 0, work.row, grid.seqlen_k, work.head, mode)
+        pipes.k.fill(entry, k_desc, work.batch, work.first_k, work.row, work.seqlen_k, work.head, mode)
         for member in range(grid.group):
             head = work.head * grid.group + member
-            statistics = (work.batch * grid.num_heads + head) * grid.blocks_m
+            place = first_place(work, head, grid, mode)
             for block in range(work.end - 1, work.end - work.blocks - 1, -1):
                 stage = i % pipes.q.STAGES
                 pipes.q.acquire(i)
                 row = block * mode.BLOCK_M
                 nbytes: gl.constexpr = statistics_desc.block_type.nbytes
-                pipes.q.fill(i, q_desc, work.batch, 0, row, grid.seqlen_q, head, mode, nbytes)
+                pipes.q.fill(i, q_desc, work.batch, work.first_q, row, work.seqlen_q, head, mode, nbytes)
                 tma_load(
                     statistics_desc,
-                    [(statistics + block) * (2 * mode.BLOCK_M)],
+                    [(place + block) * (2 * mode.BLOCK_M)],
                     pipes.q.landed.index(stage),
                     pipes.statistics.index(stage),
                 )
                 if i == first:
                     pipes.v.acquire(entry)
-                    pipes.v.fill(entry, v_desc, work.batch, 0, work.row, grid.seqlen_k, work.head, mode)
+                    pipes.v.fill(entry, v_desc, work.batch, work.first_k, work.row, work.seqlen_k, work.head, mode)
                 pipes.dout.acquire(i)
-                pipes.dout.fill(i, dout_desc, work.batch, 0, row, grid.seqlen_q, head, mode)
+                pipes.dout.fill(i, dout_desc, work.batch, work.first_q, row, work.seqlen_q, head, mode)
                 i += 1
         entry += 1
         tile = draw_tile(counter_ptr, grid.num_tiles)
@@ -124,29 +135,51 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
 
 
 @gluon.jit
+def take_turn(block, turns_ptr, work, grid, mode):
+    """Wait for the turn that `block` is the tile's first of."""
+    if (block == work.end - 1) | (block % mode.TURN == mode.TURN - 1):
+        start = block // mode.TURN * mode.TURN
+        wait_for_turn(turns_ptr + start * 2, turn_of(start, work, grid, mode))
+
+
+@gluon.jit
+def pass_turn_before(block, PENDING: gl.constexpr, turns_ptr, work, grid, mode):
+    """With the PENDING additions to `block` on their way, pass on the turn that ended with the one before, if any.
+
+    That block's additions are over by now; a warp that waited for each would take longer than a step.
+    """
+    start = block + 1
+    if (start < work.end) & (start % mode.TURN == 0):
+        pass_turn(turns_ptr + start * 2, turn_of(start, work, grid, mode) + 1, PENDING)
+
+
+@gluon.jit
 def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to a block of dQ in their order.
+    DETERMINISTIC: key blocks add to TURN blocks of dQ in their order.
     """
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
     entry = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
     while work.blocks > 0:
         pipes.k.release(entry)
+        last = work.end - work.blocks
         for member in range(grid.group):
-            first = (work.batch * grid.num_heads + work.head * grid.group + member) * grid.blocks_m
-            for block in range(work.end - 1, work.end - work.blocks - 1, -1):
-                half = (first + block) * 2 + WARPGROUP
+            first = first_place(work, work.head * grid.group + member, grid, mode) * 2 + WARPGROUP
+            for block in range(work.end - 1, last - 1, -1):
+                half = first + block * 2
                 if mode.DETERMINISTIC:
-                    turn = turn_of(block, work, grid, mode)
-                    wait_for_turn(turns_ptr + half, turn)
+                    take_turn(block, turns_ptr + first, work, grid, mode)
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
+                    if mode.DETERMINISTIC and part == PARTS - 1:
+                        pass_turn_before(block, PARTS, turns_ptr + first, work, grid, mode)
                     outbox.release()
-                if mode.DETERMINISTIC:
-                    pass_turn(turns_ptr + half, turn + 1)
+            if mode.DETERMINISTIC:
+                start = last // mode.TURN * mode.TURN
+                pass_turn(turns_ptr + (first + start * 2), turn_of(start, work, grid, mode) + 1, 0)
         store_rows(dv_desc, outbox, work, WARPGROUP, mode)
         store_rows(dk_desc, outbox, work, WARPGROUP, mode)
         entry += 1
@@ -160,11 +193,12 @@ def store_rows(desc, outbox, work, WARPGROUP: gl.constexpr, mode):
     row = work.row
     column = 0
     if mode.WIDE:
-        column = WARPGROUP * desc.block_type.shape[3]
+        column = WARPGROUP * desc.block_type.shape[-1]
     else:
         row += WARPGROUP * ROWS
+    at = coordinates(work.batch, work.first_k, row, work.seqlen_k, work.head, column, ROWS, mode)
     outbox.receive()
-    tma_store(desc, [work.batch, row, work.head, column], rows_in(outbox, desc))
+    tma_store(desc, at, rows_in(outbox, desc))
     outbox.release()
 
 
@@ -198,13 +232,13 @@ def send_dq(dq, outbox, i):
 
 
 @gluon.jit
-def hide(p, row, column, MASKED: gl.constexpr, grid, mode):
-    """0 where a query may not look; p: [64 keys from `column` on, queries from `row` on]."""
+def hide(p, row, column, seqlen_k, MASKED: gl.constexpr, grid, mode):
+    """0 where a query may not look; p: [64 keys from `column` on, queries from the one with diagonal `row` on]."""
     layout: gl.constexpr = p.type.layout
     columns = column + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     rows = gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))
     if mode.TAIL:
-        p = gl.where((columns < grid.seqlen_k)[:, None], p, 0.0)
+        p = gl.where((columns < seqlen_k)[:, None], p, 0.0)
     if MASKED and mode.CAUSAL:
         p = gl.where(rows[None, :] > (columns - (row + grid.right))[:, None], p, 0.0)
     if MASKED and mode.LEFT:
@@ -230,10 +264,9 @@ def probabilities(s, lse, scales, mode):
 
 
 @gluon.jit
-def step(
-    dk, dv, i, entry, row, column, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, pipes, outbox, grid, scales, mode
-):
-    """Block of queries number i, the one from `row` on: add to dK and dV, send this warpgroup's half of its dQ."""
+def step(dk, dv, i, entry, row, work, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, pipes, outbox, grid, scales, mode):
+    """Block of queries number i, whose first looks at column `row` along the diagonal: add to dK and dV, send this
+    warpgroup's half of its dQ."""
     DIM: gl.constexpr = dk.shape[1]
     DIM_V: gl.constexpr = dv.shape[1]
     DQ: gl.constexpr = mode.BLOCK_M * DIM // 128  # [64, DQ]: half the rows of a block of 128, half the columns of 64
@@ -262,7 +295,7 @@ def step(
         pipes.dout.wait(i)
         dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     p, factor = probabilities(warpgroup_mma_wait(1, deps=(s_token,)), lse, scales, mode)
-    p = hide(p, row, column + WARPGROUP * ROWS, MASKED, grid, mode)
+    p = hide(p, row, work.row + WARPGROUP * ROWS, work.seqlen_k, MASKED, grid, mode)
     p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(DIM_V))
     p *= factor
     if mode.PRIMED:
@@ -294,18 +327,46 @@ def step(
 
 
 @gluon.jit
+def walk(dk, dv, i, entry, work, WARPGROUP: gl.constexpr, pipes, outbox, grid, scales, mode):
+    """Up a head's queries, from block number i on: add to dK and dV. Returns them and the next block's number."""
+    row = work.end * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
+    for _ in range(mode.MASKED, work.blocks):
+        row -= mode.BLOCK_M
+        dk, dv = step(dk, dv, i, entry, row, work, mode.LEFT, WARPGROUP, pipes, outbox, grid, scales, mode)
+        i += 1
+    for _ in gl.static_range(mode.MASKED):
+        row -= mode.BLOCK_M
+        dk, dv = step(dk, dv, i, entry, row, work, True, WARPGROUP, pipes, outbox, grid, scales, mode)
+        i += 1
+    return dk, dv, i
+
+
+@gluon.jit
+def wide_scores(i, entry, WARPGROUP: gl.constexpr, pipes, mode):
+    """Start S of this warpgroup's half of block i."""
+    HALF: gl.constexpr = mode.BLOCK_M // 2
+    zero = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+    pipes.q.wait(i)
+    q_half = pipes.q.block(i, 0, 0).slice(WARPGROUP * HALF, HALF, dim=0)
+    return warpgroup_mma(pipes.k.block(entry, opaque(0), 0), q_half.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def wide_step(
-    dk, dv, i, entry, row, column, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, pipes, outbox, grid, scales, mode
-):
-    """A step of warpgroups that share their 64 keys: S and dP of half the queries each, then half the columns each of
-    dV, dQ and dK, for which P and dS of both go through shared memory."""
+    dk, dv, s, i, entry, row, work, MASKED: gl.constexpr, MORE: gl.constexpr, WARPGROUP: gl.constexpr,
+    pipes, outbox, grid, scales, mode,
+):  # fmt: skip
+    """A step of warpgroups that share their 64 keys: dP of half the queries each, then half the columns each of dV, dQ
+    and dK, for which P and dS of both go through shared memory.
+
+    s: S of this block; MORE: that of the next is computed behind the other products and returned.
+    """
     DIM: gl.constexpr = dk.shape[1]
     DIM_V: gl.constexpr = dv.shape[1]
     HALF: gl.constexpr = mode.BLOCK_M // 2
     dtype: gl.constexpr = pipes.q.blocks.dtype
-    s_layout: gl.constexpr = product_layout(HALF)
-    per_query: gl.constexpr = gl.SliceLayout(0, s_layout)
-    zero = gl.zeros([ROWS, HALF], gl.float32, s_layout)
+    per_query: gl.constexpr = gl.SliceLayout(0, product_layout(HALF))
+    zero = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     here = opaque(0)
     k = pipes.k.block(entry, here, 0)
     v = pipes.v.block(entry, here, 0)
@@ -313,15 +374,12 @@ def wide_step(
     dout = pipes.dout.block(i, 0, 0)
     statistics = pipes.statistics.index(i % pipes.q.STAGES)
 
-    pipes.q.wait(i)
-    lse = statistics.slice(WARPGROUP * HALF, HALF).load(per_query)
-    q_half = q.slice(WARPGROUP * HALF, HALF, dim=0)
-    s_token = warpgroup_mma(k, q_half.permute((1, 0)), zero, use_acc=False, is_async=True)
     pipes.dout.wait(i)
     dout_half = dout.slice(WARPGROUP * HALF, HALF, dim=0)
     dp_token = warpgroup_mma(v, dout_half.permute((1, 0)), zero, use_acc=False, is_async=True)
-    p, factor = probabilities(warpgroup_mma_wait(1, deps=(s_token,)), lse, scales, mode)
-    p = hide(p, row + WARPGROUP * HALF, column, MASKED, grid, mode)
+    lse = statistics.slice(WARPGROUP * HALF, HALF).load(per_query)
+    p, factor = probabilities(s, lse, scales, mode)
+    p = hide(p, row + WARPGROUP * HALF, work.row, work.seqlen_k, MASKED, grid, mode)
     both_p = pipes.ds.index(i % 2 * 2)
     both_ds = pipes.ds.index(i % 2 * 2 + 1)
     both_p.slice(WARPGROUP * HALF, HALF, dim=1).store(narrow(p, dtype))
@@ -333,28 +391,56 @@ def wide_step(
     barrier_sync(mode.BARRIERS, WARPGROUPS)  # P and dS of both warpgroups are there
 
     dv_token = warpgroup_mma(both_p, dout.slice(WARPGROUP * DIM_V, DIM_V, dim=1), dv, is_async=True)
-    no_dq = gl.zeros([ROWS, DIM // 2], gl.float32, product_layout(DIM // 2))
-    k_left = k.slice(WARPGROUP * DIM, DIM // 2, dim=1)
-    k_right = k.slice(WARPGROUP * DIM + DIM // 2, DIM // 2, dim=1)
-    left = warpgroup_mma(both_ds.permute((1, 0)), k_left, no_dq, use_acc=False, is_async=True)
-    right = warpgroup_mma(both_ds.permute((1, 0)), k_right, no_dq, use_acc=False, is_async=True)
+    no_dq = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
+    k_half = k.slice(WARPGROUP * DIM, DIM, dim=1)
+    dq_token = warpgroup_mma(both_ds.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
     dk_token = warpgroup_mma(both_ds, q.slice(WARPGROUP * DIM, DIM, dim=1), dk, is_async=True)
-    dv = warpgroup_mma_wait(3, deps=(dv_token,))
+    dv = warpgroup_mma_wait(2, deps=(dv_token,))
     pipes.dout.release(i)
-    send_dq(warpgroup_mma_wait(2, deps=(left,)), outbox, 2 * i + 2 * entry)
-    send_dq(warpgroup_mma_wait(1, deps=(right,)), outbox, 2 * i + 1 + 2 * entry)
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    left, right = gl.split(warpgroup_mma_wait(1, deps=(dq_token,)).reshape([ROWS, 2, DIM // 2]).permute((0, 2, 1)))
+    send_dq(left, outbox, 2 * i + 2 * entry)
+    if MORE:
+        s_token = wide_scores(i + 1, entry, WARPGROUP, pipes, mode)
+    send_dq(right, outbox, 2 * i + 1 + 2 * entry)
+    if MORE:
+        dk, s = warpgroup_mma_wait(0, deps=(dk_token, s_token))
+    else:
+        dk = warpgroup_mma_wait(0, deps=(dk_token,))
     pipes.q.release(i)
-    return dk, dv
+    return dk, dv, s
+
+
+@gluon.jit
+def wide_walk(dk, dv, i, entry, work, WARPGROUP: gl.constexpr, pipes, outbox, grid, scales, mode):
+    """As walk. The blocks that the diagonal crosses start from an S of their own."""
+    LAST: gl.constexpr = 1 if mode.MASKED == 0 else mode.MASKED
+    HIDES: gl.constexpr = mode.LEFT or mode.MASKED > 0
+    row = work.end * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
+    s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
+    for _ in range(LAST, work.blocks):
+        row -= mode.BLOCK_M
+        dk, dv, s = wide_step(
+            dk, dv, s, i, entry, row, work, mode.LEFT, True, WARPGROUP, pipes, outbox, grid, scales, mode
+        )
+        i += 1
+    for last in gl.static_range(LAST):
+        row -= mode.BLOCK_M
+        if last > 0:
+            s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
+        dk, dv, s = wide_step(
+            dk, dv, s, i, entry, row, work, HIDES, False, WARPGROUP, pipes, outbox, grid, scales, mode
+        )
+        i += 1
+    return dk, dv, i
 
 
 @gluon.jit
 def differentiate(WARPGROUP: gl.constexpr, pipes, outbox, dk_desc, dv_desc, grid, scales, mode):
     """A warpgroup: 64 keys of every tile that the queue brings, or half the columns of those."""
-    advance: gl.constexpr = wide_step if mode.WIDE else step
+    walk_up: gl.constexpr = wide_walk if mode.WIDE else walk
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
-    DIM: gl.constexpr = dk_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = dv_desc.block_type.shape[3]
+    DIM: gl.constexpr = dk_desc.block_type.shape[-1]
+    DIM_V: gl.constexpr = dv_desc.block_type.shape[-1]
     entry = grid.num_tiles * 0
     i = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
@@ -363,17 +449,7 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, outbox, dk_desc, dv_desc, grid
         dv = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         pipes.v.wait(entry)
         for _ in range(grid.group):
-            row = work.end * mode.BLOCK_M
-            for _ in range(mode.MASKED, work.blocks):
-                row -= mode.BLOCK_M
-                dk, dv = advance(
-                    dk, dv, i, entry, row, work.row, mode.LEFT, WARPGROUP, pipes, outbox, grid, scales, mode
-                )
-                i += 1
-            for _ in gl.static_range(mode.MASKED):
-                row -= mode.BLOCK_M
-                dk, dv = advance(dk, dv, i, entry, row, work.row, True, WARPGROUP, pipes, outbox, grid, scales, mode)
-                i += 1
+            dk, dv, i = walk_up(dk, dv, i, entry, work, WARPGROUP, pipes, outbox, grid, scales, mode)
         pipes.k.release(entry)
         pipes.v.release(entry)
         payload = i * PARTS + 2 * entry
@@ -385,12 +461,12 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, outbox, dk_desc, dv_desc, grid
 
 
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
-@gluon.jit(do_not_specialize=["left", "right", "section"])
+@gluon.jit(do_not_specialize=["sequences", "left", "right", "section"])
 def attention_backward(
-    q_desc, k_desc, v_desc, dout_desc, statistics_desc, dq_desc, dk_desc, dv_desc, turns_ptr, counter_ptr,
-    left, right, section, scales, mode,
+    q_desc, k_desc, v_desc, dout_desc, statistics_desc, dq_desc, dk_desc, dv_desc, turns_ptr, counter_ptr, table_ptr,
+    sequences, left, right, section, scales, mode,
 ):  # fmt: skip
-    grid = grid_of_keys(q_desc, k_desc, left, right, section, mode)
+    grid = grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + 1
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.KEY_STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + 1
@@ -415,7 +491,7 @@ def attention_backward(
         [
             (differentiate, (0, pipes, first, dk_desc, dv_desc, grid, scales, mode)),
             (differentiate, (1, pipes, second, dk_desc, dv_desc, grid, scales, mode)),
-            (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, grid, mode)),
+            (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
             (carry, (0, pipes, first, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
             (carry, (1, pipes, second, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
         ],

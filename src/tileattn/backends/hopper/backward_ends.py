@@ -7,10 +7,32 @@ import triton.language as tl
 
 
 @triton.jit
-def _locate(num_heads, blocks_m):
-    """Heads of a block of rows are neighbours in memory, so programs that run at once take those."""
+def _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M: tl.constexpr):
+    """The block of rows that a program takes: its batch, head, place among the kernel's and rows, and where they end.
+
+    blocks: that a sequence has. With cu_ptr sequences are packed (batch is 0, seqlen_q that of all) and have room for
+    `blocks` more than full ones, as in schedule.first_place. Heads of a block are neighbours in memory, so programs
+    that run at once take those.
+    """
     pid = tl.program_id(0)
-    return pid // num_heads // blocks_m, pid % num_heads, pid // num_heads % blocks_m
+    head = pid % num_heads
+    place = pid // num_heads
+    if cu_ptr is None:
+        batch = place // blocks
+        start = place % blocks * BLOCK_M
+        end = seqlen_q
+    else:
+        sequence = place * 0 - 1
+        for first in range(0, sequences, 128):
+            offs = first + tl.arange(0, 128)
+            begin = tl.load(cu_ptr + offs, offs < sequences, 0)
+            sequence += tl.sum(((offs < sequences) & (begin // BLOCK_M + offs * blocks <= place)).to(tl.int32), 0)
+        begin = tl.load(cu_ptr + sequence)
+        end = tl.load(cu_ptr + sequence + 1)
+        batch = place * 0
+        start = begin + (place - begin // BLOCK_M - sequence * blocks) * BLOCK_M
+    places = tl.num_programs(0) // num_heads
+    return batch, head, head.to(tl.int64) * places + place, start + tl.arange(0, BLOCK_M), end
 
 
 @triton.jit
@@ -24,16 +46,18 @@ def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
         "dout_batch",
         "dout_row",
         "dout_head",
+        "sequences",
         "seqlen_q",
         "num_heads",
-        "blocks_m",
+        "blocks",
         "lse_unit",
         "delta_unit",
-    ]
+    ],
+    do_not_specialize_on_alignment=["cu_ptr"],
 )
 def prepare_kernel(
     out_ptr, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, turns_ptr,
-    seqlen_q, num_heads, blocks_m, lse_unit, delta_unit,
+    cu_ptr, sequences, seqlen_q, num_heads, blocks, lse_unit, delta_unit,
     DIM_V: tl.constexpr, BLOCK_DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """lse and delta = rowsum(dout * out) - dlse of a block, in the kernel's units; its dQ, and its turns, set to 0.
@@ -41,11 +65,10 @@ def prepare_kernel(
     Rows that see nothing, and those past the end, get an lse of infinity: their probabilities are 0. Strides of dout
     count eight elements.
     """
-    batch, head, block = _locate(num_heads, blocks_m)
+    batch, head, place, rows, end = _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
     offs_m = tl.arange(0, BLOCK_M)
-    rows = block * BLOCK_M + offs_m
     columns = tl.arange(0, BLOCK_DIM_V)
-    inside = rows < seqlen_q
+    inside = rows < end
     mask = inside[:, None] & (columns < DIM_V)[None, :]
     row_stride = num_heads * DIM_V
     offsets = _offsets(row_stride.to(tl.int64) * seqlen_q, row_stride, DIM_V, batch, head, rows, columns)
@@ -58,7 +81,6 @@ def prepare_kernel(
         delta -= tl.load(dlse_ptr + pair * seqlen_q + rows, inside, 0.0)
     lse = tl.load(lse_ptr + pair * seqlen_q + rows, inside, float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    place = pair * blocks_m + block
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + offs_m, lse * lse_unit)
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + BLOCK_M + offs_m, delta * delta_unit)
     tl.store(dq_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM), 0.0)
@@ -66,14 +88,15 @@ def prepare_kernel(
         tl.store(turns_ptr + place * 2 + tl.arange(0, 2), 0)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "num_heads", "blocks_m"])
+@triton.jit(
+    do_not_specialize=["sequences", "seqlen_q", "num_heads", "blocks"], do_not_specialize_on_alignment=["cu_ptr"]
+)
 def finish_kernel(
-    sums_ptr, dq_ptr, seqlen_q, num_heads, blocks_m, scale,
+    sums_ptr, dq_ptr, cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A block of dQ, from the order of backward.send_dq to rows, scaled and rounded."""
-    batch, head, block = _locate(num_heads, blocks_m)
-    place = (batch * num_heads + head).to(tl.int64) * blocks_m + block
+    batch, head, place, rows, end = _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
     N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a payload
     sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))
     sums = sums.reshape([BLOCK_M * BLOCK_DIM // (64 * N), N // 8, 4, 8, 4, 2, 2])
@@ -81,9 +104,8 @@ def finish_kernel(
         sums = sums.permute((0, 2, 5, 3, 1, 4, 6))
     else:
         sums = sums.permute((2, 5, 3, 0, 1, 4, 6))
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_DIM)
-    mask = (rows < seqlen_q)[:, None] & (columns < DIM)[None, :]
+    mask = (rows < end)[:, None] & (columns < DIM)[None, :]
     row_stride = num_heads * DIM
     offsets = _offsets(row_stride.to(tl.int64) * seqlen_q, row_stride, DIM, batch, head, rows, columns)
     dq = (sums.reshape([BLOCK_M, BLOCK_DIM]) * scale).to(dq_ptr.dtype.element_ty)

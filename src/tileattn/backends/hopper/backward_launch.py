@@ -17,7 +17,19 @@ from tileattn.backends import ahead
 from tileattn.backends.hopper.backward import BackwardMode, Scales, attention_backward
 from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
 from tileattn.backends.hopper.forward import ROWS
-from tileattn.backends.hopper.launch import ELEMENT, _aligned, _descriptor, _num_sms, _run, compile_only, sides_of
+from tileattn.backends.hopper.launch import (
+    ELEMENT,
+    UNLIMITED,
+    _aligned,
+    _descriptor,
+    _kernel,
+    _num_sms,
+    _packed_descriptor,
+    _run,
+    compile_only,
+    sides_of,
+    table_of,
+)
 from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
@@ -56,9 +68,9 @@ class BackwardPlan(NamedTuple):
     """Everything of a launch but the tensors.
 
     blocks, layouts: of the descriptors, in the order of attention_backward's arguments. sizes: left, right, section.
-    units: of lse and delta in the statistics. blocks_m: blocks of queries of a head, of which there is workspace.
-    kernels: lists that hold, once they are compiled, prepare_kernel without and with dlse, attention_backward and
-    finish_kernel; plans that differ in sizes only share them.
+    units: of lse and delta in the statistics. query_blocks: of queries, that a sequence has, or (packed) least_blocks.
+    kernels: lists that hold, once they are compiled, prepare_kernel without and with dlse, attention_backward,
+    finish_kernel and rank_sequences; plans that differ in sizes only share them.
     """
 
     tile: BackwardTile
@@ -67,9 +79,8 @@ class BackwardPlan(NamedTuple):
     sizes: tuple[int, int, int]
     scales: Scales
     units: tuple[float, float]
-    blocks_m: int
+    query_blocks: int
     mode: BackwardMode
-    programs: int
     kernels: tuple[list[Any], ...]
 
 
@@ -83,7 +94,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
     p, tile = problem, backward_tile_for(problem)
     causal, left = sides_of(p)
     before_diagonal = (p.seqlen_q - p.seqlen_k - p.window_right - 1) % tile.block_m
-    aligned = before_diagonal in (0, tile.block_m - 1)
+    aligned = not p.varlen and before_diagonal in (0, tile.block_m - 1)
     return BackwardMode(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -97,9 +108,10 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         LEFT=left,
         MASKED=tile.block_n // tile.block_m + (not aligned) if causal and not left else 0,
         # Where no row sees beyond its diagonal, which hides keys past the end as well, one kernel serves all lengths.
-        TAIL=p.seqlen_k % tile.block_n != 0 and not (causal and p.window_right == 0),
+        TAIL=(p.varlen or p.seqlen_k % tile.block_n != 0) and not (causal and p.window_right == 0),
         SOFTCAP=p.softcap != 0.0,
         DETERMINISTIC=p.deterministic,
+        TURN=2 if tile.wide else 1,  # where steps are short beside what a turn takes
     )
 
 
@@ -109,25 +121,24 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
     element, split = ELEMENT[p.dtype], 2 if tile.wide else 1
     sides = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
     dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
-    rows = [[1, n, 1, dim] for n, dim in zip(sides, dims, strict=True)]
-    halves = [[1, ROWS.value, 1, dim // split] for dim in (tile.block_dim, tile.block_dim_v)]
+    one = [1, 1] if p.varlen else [1]
+    rows = [[*one, n, 1, dim] for n, dim in zip(sides, dims, strict=True)]
+    halves = [[*one, ROWS.value, 1, dim // split] for dim in (tile.block_dim, tile.block_dim_v)]
     statistics, dq = [2 * tile.block_m], [tile.block_m * tile.block_dim // (64 * split), 32]
     of = gl.NVMMASharedLayout.get_default_for
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    shift = p.seqlen_k - p.seqlen_q
-    left, right = shift - min(p.window_left, p.seqlen_k), shift + min(p.window_right, p.seqlen_q) + 1
+    least = max(mode.MASKED, 1)
     scale_log2 = p.scale * LOG2_E.value
     return BackwardPlan(
         tile,
         (*rows, statistics, dq, *halves),
         (*(of(block, element) for block in rows), flat, of(dq, gl.float32), *(of(block, element) for block in halves)),
-        (left, right, _section_of(p)),
+        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, _section_of(p)),
         Scales(p.scale, scale_log2, p.softcap * LOG2_E.value),
         (-1.0 / p.scale, -1.0) if mode.PRIMED else (LOG2_E.value, 1.0),
-        max(-(-p.seqlen_q // tile.block_m), mode.MASKED),
+        least if p.varlen else max(-(-p.seqlen_q // tile.block_m), least),
         BackwardMode(*map(gl.constexpr, mode)),
-        min(_num_sms(p.device), _num_tiles(p)),
-        _kernels(p.device, p.dtype, p.head_dim, p.head_dim_v, tile, mode),
+        (*_kernels(p.device, p.dtype, p.head_dim, p.head_dim_v, tile, mode), _kernel(p.device)),
     )
 
 
@@ -136,35 +147,44 @@ def _kernels(*_compiled_for: Any) -> tuple[list[Any], ...]:
     return [], [], [], []
 
 
-def _num_tiles(problem: Problem) -> int:
-    return -(-problem.seqlen_k // backward_tile_for(problem).block_n) * problem.batch * problem.num_heads_k
+def _num_tiles(problem: Problem, k: Tensor) -> int:
+    """At most: packed, every sequence may end in a block that is not full."""
+    p, block_n = problem, backward_tile_for(problem).block_n
+    blocks = k.shape[0] // block_n + p.batch if p.varlen else -(-p.seqlen_k // block_n) * p.batch
+    return blocks * p.num_heads_k
 
 
 def _section_of(problem: Problem) -> int:
-    """Heads of keys that are worked on together: one, or, causal, those whose queries and dout share L2, 16 MiB.
+    """Queries, of all the heads of keys that are worked on together: one head, or, causal, those whose queries and
+    dout share L2, 16 MiB.
 
-    Deterministic tiles of a head follow each other at a distance, so no more than four of them should run at once.
+    Deterministic tiles of a head follow each other at a distance, so few of them should run at once: four, or eight
+    where dQ is wide and would come from memory for four.
     """
     p = problem
-    per_head = p.group * p.seqlen_q * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-    section = (16 << 20) // per_head if p.window_right >= 0 else 1
-    if p.deterministic:
-        section = max(section, _num_sms(p.device) // 4)
-    return max(1, min(section, p.batch * p.num_heads_k))
+    section = (16 << 20) // (p.group * (p.head_dim + p.head_dim_v) * p.dtype.itemsize) if p.window_right >= 0 else 0
+    at_once = 8 if backward_tile_for(p).wide else 4
+    return max(section, min(_num_sms(p.device) // at_once * p.seqlen_q, UNLIMITED)) if p.deterministic else section
 
 
 class Workspace(NamedTuple):
-    """statistics: by (batch, head, block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in the
-    order of backward.send_dq. turns: of each half of a block, how many key blocks have added to it."""
+    """statistics: by (head, place of a block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in
+    the order of backward.send_dq. turns: of each half of a block, how many key blocks have added to it."""
 
     statistics: Tensor
     dq: Tensor
     turns: Tensor | None
 
 
-def workspace_for(problem: Problem, plan: BackwardPlan, device: torch.device) -> Workspace:
-    p, tile = problem, plan.tile
-    blocks = p.batch * p.num_heads * plan.blocks_m
+def places_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> int:
+    """Blocks of queries of a head, see schedule.first_place."""
+    p = problem
+    return p.batch * plan.query_blocks + (q.shape[0] // plan.tile.block_m if p.varlen else 0)
+
+
+def workspace_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> Workspace:
+    p, tile, device = problem, plan.tile, q.device
+    blocks = p.num_heads * places_for(p, plan, q)
     return Workspace(
         torch.empty(blocks * 2 * tile.block_m, dtype=torch.float32, device=device),
         torch.empty(blocks * tile.block_m * tile.block_dim // 32, 32, dtype=torch.float32, device=device),
@@ -173,20 +193,30 @@ def workspace_for(problem: Problem, plan: BackwardPlan, device: torch.device) ->
 
 
 def backward_arguments(
-    plan: BackwardPlan, inputs: Inputs, dout: Tensor, workspace: Workspace, dk: Tensor, dv: Tensor, counter: Tensor
+    plan: BackwardPlan,
+    inputs: Inputs,
+    dout: Tensor,
+    workspace: Workspace,
+    dk: Tensor,
+    dv: Tensor,
+    counter: Tensor,
+    table: Tensor | None,
 ) -> tuple[Any, ...]:
     """What attention_backward takes. An input that does not start at a multiple of 16 bytes is copied."""
     q, k, v = inputs[:3]
     statistics, dq, turns = workspace
+    describe = _descriptor if table is None else _packed_descriptor
     *inputs_blocks, statistics_block, dq_block, dk_block, dv_block = zip(plan.blocks, plan.layouts, strict=True)
     return (
-        *(_descriptor(x, *block) for x, block in zip((q, k, v, dout), inputs_blocks, strict=True)),
+        *(describe(x, *block) for x, block in zip((q, k, v, dout), inputs_blocks, strict=True)),
         TensorDescriptor(statistics, [statistics.numel()], [1], *statistics_block),
         TensorDescriptor(dq, list(dq.shape), [32, 1], *dq_block),
-        _descriptor(dk, *dk_block),
-        _descriptor(dv, *dv_block),
+        describe(dk, *dk_block),
+        describe(dv, *dv_block),
         turns,
         counter,
+        table,
+        q.shape[0] if table is None else table.shape[1] - 1,
         *plan.sizes,
         plan.scales,
         plan.mode,
@@ -221,12 +251,12 @@ def _differentiate(
 ) -> Gradients:
     """Gradients, by kernels that `run` is given as `_run` is."""
     p, group = problem, problem.group
-    if group > 1 and 4 * _num_tiles(p) < 3 * _num_sms(p.device):
+    if group > 1 and 4 * _num_tiles(p, inputs.k) < 3 * _num_sms(p.device):
         # Too few key blocks for all multiprocessors: one for each head of queries, and their sums.
-        k, v = (x.repeat_interleave(group, 2) for x in inputs[1:3])
+        k, v = (x.repeat_interleave(group, -2) for x in inputs[1:3])
         problem, inputs = dataclasses.replace(p, num_heads_k=p.num_heads), inputs._replace(k=k, v=v)
         found = _differentiate(problem, inputs, forward, dout, dlse, wanted, run)
-        dk, dv = (None if x is None else x.unflatten(2, (-1, group)).sum(3) for x in (found.dk, found.dv))
+        dk, dv = (None if x is None else x.unflatten(-2, (-1, group)).sum(-2) for x in (found.dk, found.dv))
         return found._replace(dk=dk, dv=dv)
     if problem.device.index != torch.cuda.current_device():
         with torch.cuda.device(problem.device):
@@ -247,15 +277,18 @@ def _launch(
     tile, stream = plan.tile, driver.active.get_current_stream(p.device.index)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     dout = torch.zeros_like(forward.out) if dout is None else _addressable(dout)
-    workspace = workspace_for(p, plan, dq.device)
-    args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter_for(p.device, stream))
+    workspace, table = workspace_for(p, plan, inputs.q), None
+    if p.varlen:
+        ends = inputs.cu_seqlens_k, inputs.cu_seqlens_q
+        table = table_of(*ends, p.num_heads_k, tile.block_n, plan.kernels[4], stream, run)
+    args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter_for(p.device, stream), table)
     dout = args[3]
-    blocks = p.batch * p.num_heads * plan.blocks_m
-    sizes = p.seqlen_q, p.num_heads, plan.blocks_m
+    blocks = p.num_heads * places_for(p, plan, inputs.q)
+    sizes = inputs.cu_seqlens_q, p.batch, inputs.q.shape[-3], p.num_heads, plan.query_blocks
     prepare = (
         _aligned(forward.out),
         dout.base,
-        *[stride // 8 for stride in dout.strides[:3]],
+        *[stride // 8 for stride in dout.strides[-4:-1]],
         _aligned(forward.lse),
         None if dlse is None else _aligned(dlse),
         *workspace,
@@ -267,14 +300,14 @@ def _launch(
         tile.block_m,
     )
     run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
-    run(attention_backward, plan.kernels[2], plan.programs, args, stream)
+    run(attention_backward, plan.kernels[2], min(_num_sms(p.device), _num_tiles(p, inputs.k)), args, stream)
     finish = (workspace.dq, dq, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
     run(finish_kernel, plan.kernels[3], blocks, finish, stream)
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,
         dv if wanted.v else None,
-        dsink=_sink_gradient(p, plan, inputs, workspace) if wanted.sink else None,
+        dsink=_sink_gradient(plan, inputs, workspace) if wanted.sink else None,
     )
 
 
@@ -283,11 +316,11 @@ def _addressable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and aligned_strides(x) else x.contiguous()
 
 
-def _sink_gradient(problem: Problem, plan: BackwardPlan, inputs: Inputs, workspace: Workspace) -> Tensor:
+def _sink_gradient(plan: BackwardPlan, inputs: Inputs, workspace: Workspace) -> Tensor:
     """The sink is one more score, with probability exp(sink - lse) and no value: its dP is 0."""
-    p, sink = problem, inputs.sink
+    sink = inputs.sink
     assert sink is not None
-    lse, delta = workspace.statistics.view(p.batch, p.num_heads, plan.blocks_m, 2, -1).unbind(3)
+    lse, delta = workspace.statistics.view(sink.shape[0], -1, 2, plan.tile.block_m).unbind(2)
     lse_unit, delta_unit = plan.units
     probabilities = torch.exp(sink.float()[:, None, None] - lse / lse_unit)
-    return (-(probabilities * delta).sum((0, 2, 3)) / delta_unit).to(sink.dtype)
+    return (-(probabilities * delta).sum((1, 2)) / delta_unit).to(sink.dtype)

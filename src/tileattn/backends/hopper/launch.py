@@ -230,20 +230,28 @@ def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     stream = driver.active.get_current_stream(out.device.index)
     table, programs = None, plan.most_programs
     if plan.mode.VARLEN.value:
-        table = table_of(inputs, plan, out.shape[1], stream, _run)
+        packs, block_m = out.shape[1] // plan.mode.PACK.value, plan.mode.BLOCK_M.value
+        table = table_of(inputs.cu_seqlens_q, inputs.cu_seqlens_k, packs, block_m, plan.ranking, stream, _run)
     args = arguments(plan, inputs, out, lse, counter_for(out.device, stream), table)
     _run(attention_forward, plan.kernel, programs, args, stream)
 
 
-def table_of(inputs: Inputs, plan: Plan, num_heads: int, stream: int, run: Callable[..., None]) -> Tensor:
-    """Packed sequences in the order of their work, see rank_sequences, by a kernel that `run` is given as `_run` is."""
-    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    assert cu_seqlens_q is not None
-    sequences = cu_seqlens_q.shape[0] - 1
-    table = torch.empty((TABLE_FIELDS, sequences + 1), dtype=torch.int32, device=cu_seqlens_q.device)
-    packs, block_m = num_heads // plan.mode.PACK.value, plan.mode.BLOCK_M.value
-    args = cu_seqlens_q, cu_seqlens_k, table, sequences, packs, block_m
-    run(rank_sequences, plan.ranking, sequences // RANKED.value + 1, args, stream)
+def table_of(
+    cu_tiled: Tensor | None,
+    cu_others: Tensor | None,
+    per_block: int,
+    block: int,
+    compiled: list[Any],
+    stream: int,
+    run: Callable[..., None],
+) -> Tensor:
+    """Packed sequences in the order of their work, see rank_sequences, by a kernel that `run` is given as `_run` is:
+    `per_block` tiles for every block of the rows that cu_tiled counts, as many steps in each as cu_others tells."""
+    assert cu_tiled is not None
+    sequences = cu_tiled.shape[0] - 1
+    table = torch.empty((TABLE_FIELDS, sequences + 1), dtype=torch.int32, device=cu_tiled.device)
+    args = cu_tiled, cu_others, table, sequences, per_block, block
+    run(rank_sequences, compiled, sequences // RANKED.value + 1, args, stream)
     return table
 
 

@@ -126,13 +126,14 @@ def wait_for_turn(turn_ptr, turn):
 
 
 @gluon.jit
-def pass_turn(turn_ptr, turn):
-    """Wait until all that this warp stored or added through TMA is in global memory, then set the number to `turn`."""
+def pass_turn(turn_ptr, turn, PENDING: gl.constexpr):
+    """Wait until all that this warp stored or added through TMA is in global memory, but for the last PENDING, then set
+    the number to `turn`."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "cp.async.bulk.wait_group $3; fence.proxy.async; bar.warp.sync 0xffffffff; "
         "st.release.gpu.global.b32 [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [turn_ptr.to(gl.int64), turn],
+        "=r,l,r,n",
+        [turn_ptr.to(gl.int64), turn, PENDING],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -174,6 +174,8 @@ def _lengths(cu_ptr, offs, sequences):
 def rank_sequences(cu_q_ptr, cu_k_ptr, table_ptr, sequences, packs, block_m):
     """Fill the table, int32 (TABLE_FIELDS, sequences + 1): sequences by falling number of keys, then an empty one.
 
+    Tiles are blocks of queries; with queries and keys exchanged, blocks of keys.
+
     A sequence's place is the number of those that come before it, and its first tile the number of their tiles.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
@@ -238,64 +240,104 @@ def _counter(device: torch.device) -> Tensor:
 
 
 class KeyGrid(NamedTuple):
-    """Sizes of a backward call, whose tiles are blocks of keys. Row r sees columns from r + left to below r + right."""
+    """Sizes of a backward call, whose tiles are blocks of keys; as in Grid, but for:
+
+    section: queries, of all heads that are worked on together. places: blocks of queries of a head, in all sequences.
+    """
 
     num_heads: Any
     group: Any
     seqlen_q: Any
     seqlen_k: Any
+    sequences: Any
     left: Any
     right: Any
-    section: Any  # heads of keys that are worked on together
-    all_heads: Any  # of keys, of all batches
-    blocks_m: Any  # blocks of queries of a head
-    blocks_n: Any
+    section: Any
+    places: Any
     num_tiles: Any
 
 
 @gluon.jit
-def grid_of_keys(q_desc, k_desc, left, right, section, mode):
-    num_heads = q_desc.shape[2]
-    all_heads = q_desc.shape[0] * k_desc.shape[2]
-    blocks_m = gl.maximum((q_desc.shape[1] + mode.BLOCK_M - 1) // mode.BLOCK_M, mode.MASKED)
-    blocks_n = (k_desc.shape[1] + mode.BLOCK_N - 1) // mode.BLOCK_N
-    return KeyGrid(
-        num_heads,
-        num_heads // k_desc.shape[2],
-        q_desc.shape[1],
-        k_desc.shape[1],
-        left,
-        right,
-        section,
-        all_heads,
-        blocks_m,
-        blocks_n,
-        all_heads * blocks_n,
-    )
+def least_blocks(mode):
+    """Blocks of queries that every block of keys meets, be they all hidden, and that every sequence has places for."""
+    return gl.maximum(mode.MASKED, 1)
 
 
 @gluon.jit
-def locate_keys(tile, grid, mode):
+def query_blocks(seqlen_q, mode):
+    return gl.maximum((seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M, least_blocks(mode))
+
+
+@gluon.jit
+def grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, mode):
+    num_heads = q_desc.shape[-2]
+    heads_k = k_desc.shape[-2]
+    group = num_heads // heads_k
+    if mode.VARLEN:
+        places = (q_desc.shape[0] - 1) // mode.BLOCK_M + sequences * least_blocks(mode)
+        return KeyGrid(num_heads, group, q_desc.shape[0] - 1, k_desc.shape[0] - 1, sequences, left, right, section,
+                       places, gl.load(table_ptr + sequences))  # fmt: skip
+    else:
+        places = sequences * query_blocks(q_desc.shape[1], mode)
+        blocks_n = (k_desc.shape[1] + mode.BLOCK_N - 1) // mode.BLOCK_N
+        return KeyGrid(num_heads, group, q_desc.shape[1], k_desc.shape[1], sequences, left, right, section,
+                       places, sequences * heads_k * blocks_n)  # fmt: skip
+
+
+@gluon.jit
+def locate_keys(tile, sequence, table_ptr, grid, mode):
     """The Work that a tile's number stands for: its keys begin at `row`, its blocks of queries are those below `end`.
 
-    There are MASKED blocks at least, and one, be they all hidden. The longest causal tiles come first.
+    The longest causal tiles come first. The table's tiles are blocks of keys.
     """
-    per_section = grid.section * grid.blocks_n
-    first_head = tile // per_section * grid.section
-    heads = gl.minimum(grid.section, grid.all_heads - first_head)
+    heads_k = grid.num_heads // grid.group
+    if mode.VARLEN:
+        entry = table_ptr + sequence
+        batch = gl.load(entry + (grid.sequences + 1))
+        first_k = gl.load(entry + (grid.sequences + 1) * 2)
+        seqlen_k = gl.load(entry + (grid.sequences + 1) * 3)
+        first_q = gl.load(entry + (grid.sequences + 1) * 4)
+        seqlen_q = gl.load(entry + (grid.sequences + 1) * 5)
+        tile -= gl.load(entry)
+        all_heads = heads_k
+    else:
+        first_q = grid.num_heads * 0
+        first_k = first_q
+        seqlen_q = grid.seqlen_q
+        seqlen_k = grid.seqlen_k
+        all_heads = grid.sequences * heads_k
+    blocks_n = (seqlen_k + mode.BLOCK_N - 1) // mode.BLOCK_N
+    section = gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_q, 1), all_heads), 1)
+    per_section = section * blocks_n
+    first_head = tile // per_section * section
+    heads = gl.minimum(section, all_heads - first_head)
     within = tile % per_section
     head = first_head + within % heads
+    if not mode.VARLEN:
+        batch = head // heads_k
     column = within // heads * mode.BLOCK_N
-    least = gl.maximum(mode.MASKED, 1)
+    last_row = column - (seqlen_k - seqlen_q)
     first = column * 0
-    end = grid.blocks_m
+    end = query_blocks(seqlen_q, mode)
     if mode.CAUSAL:
-        first = gl.minimum(gl.maximum(column - grid.right + 1, 0) // mode.BLOCK_M, end - least)
+        first = gl.minimum(gl.maximum(last_row - grid.right + 1, 0) // mode.BLOCK_M, end - least_blocks(mode))
     if mode.LEFT:
-        rows = gl.maximum(column + mode.BLOCK_N - grid.left, 0)
-        end = gl.minimum(gl.maximum((rows + mode.BLOCK_M - 1) // mode.BLOCK_M, first + least), end)
-    heads_k = grid.num_heads // grid.group
-    return Work(head // heads_k, head % heads_k, column, end, end - first, grid.seqlen_q, grid.seqlen_k, 0, 0)
+        rows = gl.maximum(last_row + mode.BLOCK_N - grid.left, 0)
+        end = gl.minimum(gl.maximum((rows + mode.BLOCK_M - 1) // mode.BLOCK_M, first + least_blocks(mode)), end)
+    return Work(batch, head % heads_k, column, end, end - first, seqlen_q, seqlen_k, first_q, first_k)
+
+
+@gluon.jit
+def first_place(work, head, grid, mode):
+    """Where the statistics and dQ of a sequence's first block lie: (heads of queries, grid.places).
+
+    Packed sequences have room for every block and for least_blocks, wherever they begin.
+    """
+    if mode.VARLEN:
+        place = work.first_q // mode.BLOCK_M + work.batch * least_blocks(mode)
+    else:
+        place = work.batch * query_blocks(work.seqlen_q, mode)
+    return head * grid.places + place
 
 
 @gluon.jit
@@ -313,9 +355,10 @@ def draw_tile(counter_ptr, num_tiles):
 
 @gluon.jit
 def turn_of(block, work, grid, mode):
-    """How many key blocks before this one add to a block of queries. Those are tiles with lower numbers."""
+    """How many key blocks before this one add to the TURN blocks of queries from `block` on. They are those that add to
+    the first of these, and tiles with lower numbers."""
     turn = work.row // mode.BLOCK_N
     if mode.LEFT:  # keys far left are hidden from all but the first block, where those come that no row sees
-        first = gl.maximum(block * mode.BLOCK_M + grid.left, 0) // mode.BLOCK_N
-        turn -= gl.where(block == 0, 0, first)
+        column = block * mode.BLOCK_M + work.seqlen_k - work.seqlen_q + grid.left
+        turn -= gl.where(block == 0, 0, gl.maximum(column, 0) // mode.BLOCK_N)
     return turn
