@@ -131,6 +131,14 @@ def test_tune_writes_a_file_that_lookups_then_use(gpu, tmp_path, capsys):
     assert tuning._lookup(GPU, torch.float32, 64, "backward_kv") == tuning.FLOAT32["backward_kv"][64]
 
 
+def test_tune_searches_for_the_kernels_that_it_is_told(gpu, tmp_path):
+    path = tmp_path / "tiles.json"
+    gpu.setattr(search, "time_trials", timing(lambda trial, _: 1.0))
+    kernels = ["backward_kv", "forward"]
+    assert main(["tune", "--head-dims", "64", "--kernels", *kernels, "--out", str(path), "--workers", "1"]) == 0
+    assert {entry["kernel"] for entry in json.loads(path.read_text())["tiles"]} == {*kernels}
+
+
 def test_a_file_of_another_gpu_changes_nothing(gpu, tmp_path):
     path = tmp_path / "tiles.json"
     tuned.write(path, "Another GPU", {}, [Entry("forward", "bfloat16", 64, OTHER)])
