@@ -83,7 +83,7 @@ def test_a_kept_kernel_is_the_one_that_triton_would_compile_for_other_sizes(name
     assert launches.count("attention_backward") == (2 if "causal" in CALLS[name] else 4)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, "packed"])
 def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypatch):
     def note(kernel, programs, args):
         launches.run(kernel, [], programs, args, 0)
@@ -93,7 +93,8 @@ def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypat
 
     monkeypatch.setattr(ahead, "begin", lambda device, compile_kernel: compile_kernel())
     monkeypatch.setattr(backward_launch, "compile_only", note)
-    problem, inputs, dout, _ = build(BASE.but(seqlen_q=200, seqlen_k=200, **CALLS[name]))
+    packed = {"causal": True, "lengths_q": (130, 80), "lengths_k": (130, 80)}
+    problem, inputs, dout, _ = build(BASE.but(seqlen_q=200, seqlen_k=200, **CALLS.get(name, packed)))
     like = ops.without_memory(inputs)
     forward = ops.unwritten(problem, like)
     backward_launch.anticipate(problem, like, forward, forward.out, None, Wanted())
@@ -103,7 +104,7 @@ def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypat
     launches.compiled_for.clear()
     backward_launch.backward(problem, inputs, forward, dout, None, Wanted())
     assert anticipated == by_kernel()
-    assert len(anticipated) == 3
+    assert len(anticipated) == 3 + (name == "packed")
 
 
 def test_modifiers_may_start_anywhere(launches):
