@@ -72,7 +72,8 @@ class Recorder:
 
     def compare(self, launcher: launch.Launcher, kernel: Any, role: Any, describe: Any, outputs: Any) -> None:
         key = kernel.fn, role, tuning._lookup
-        before, self.fresh = launcher.kept.pop(key, None), ""
+        before, self.fresh = launcher.kept.get(key), ""
+        launcher.kept[key] = None  # as after a first call
         self.launch(launcher, kernel, role, describe, outputs)
         if not self.fresh:  # no programs
             return

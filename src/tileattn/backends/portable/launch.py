@@ -233,8 +233,8 @@ class Launcher:
     """Launches the kernels of one call.
 
     Binding arguments and looking up what Triton has compiled for them takes longer than a small kernel runs. Launches
-    are kept for all calls that look alike: the same Problem, tensors of the same dtypes, shapes, strides and alignment.
-    That is all that arguments are made of and that Triton specialises on; only addresses change.
+    are kept, from the second on, for all calls that look alike: the same Problem, tensors of the same dtypes, shapes,
+    strides and alignment. That is all that arguments are made of and that Triton specialises on; only addresses change.
     """
 
     def __init__(self, problem: Problem, inputs: Inputs, *others: Tensor | None) -> None:
@@ -280,7 +280,9 @@ class Launcher:
         end = len(Inputs._fields)
         launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
         compiled = start(kernel, launch) if launch.programs else None
-        if compiled is not None:
+        if compiled is not None and key not in self.kept:
+            self.kept[key] = None  # what comes once, as shapes that always change do, is not worth it
+        elif compiled is not None:
             self.kept[key] = Kept(compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)})
 
 
@@ -319,7 +321,7 @@ Describe = Callable[..., Launch]
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(*_alike: Any) -> dict[Any, Kept]:
+def _kept(*_alike: Any) -> dict[Any, Kept | None]:
     return {}
 
 
