@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from tileattn.backends import ahead
@@ -21,6 +20,7 @@ from tileattn.backends.hopper.launch import (
     ELEMENT,
     UNLIMITED,
     _aligned,
+    _Descriptor,
     _descriptor,
     _kernel,
     _num_sms,
@@ -209,8 +209,8 @@ def backward_arguments(
     *inputs_blocks, statistics_block, dq_block, dk_block, dv_block = zip(plan.blocks, plan.layouts, strict=True)
     return (
         *(describe(x, *block) for x, block in zip((q, k, v, dout), inputs_blocks, strict=True)),
-        TensorDescriptor(statistics, [statistics.numel()], [1], *statistics_block),
-        TensorDescriptor(dq, list(dq.shape), [32, 1], *dq_block),
+        _Descriptor(statistics, [statistics.numel()], [1], *statistics_block),
+        _Descriptor(dq, list(dq.shape), [32, 1], *dq_block),
         describe(dk, *dk_block),
         describe(dv, *dv_block),
         turns,
