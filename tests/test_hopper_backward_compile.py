@@ -14,18 +14,18 @@ from tileattn.backends.hopper.backward_launch import FIRST_BARRIER
 # the loop (but with a window, and where packed sequences' lengths are kept)
 KERNELS = {
     "64_full": (64, 256, {}, 1, 0),
-    "64_causal": (64, 256, {"causal": True}, 2, 16),
+    "64_causal": (64, 256, {"causal": True}, 2, 24),
     "128_full": (128, 256, {}, 1, 0),
     "128_tail": (128, 300, {}, 1, 0),
-    "128_causal": (128, 256, {"causal": True}, 3, 0),
-    "128_unaligned": (128, 300, {"causal": True}, 4, 0),
-    "128_window": (128, 256, {"window": (100, 30)}, 1, 96),
+    "128_causal": (128, 256, {"causal": True}, 3, 32),
+    "128_unaligned": (128, 300, {"causal": True}, 4, 32),
+    "128_window": (128, 256, {"window": (100, 30)}, 1, 128),
     "256_full": (256, 256, {}, 2, 96),
     "256_causal": (256, 256, {"causal": True}, 2, 208),
-    "128_deterministic": (128, 256, {"causal": True, "deterministic": True}, 3, 0),
+    "128_deterministic": (128, 256, {"causal": True, "deterministic": True}, 3, 48),
     "64_varlen": (64, 256, {"varlen": True}, 1, 96),
     "128_varlen": (128, 256, {"varlen": True}, 1, 0),
-    "128_varlen_causal": (128, 256, {"causal": True, "varlen": True}, 4, 0),
+    "128_varlen_causal": (128, 256, {"causal": True, "varlen": True}, 4, 32),
     "256_varlen": (256, 256, {"varlen": True}, 2, 112),
 }
 
