@@ -49,6 +49,8 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Run:
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Run:
     """JAX has a stream of its own: handing a result to torch makes torch's stream, where time is taken, wait for it."""
+    if q.shape[-1] != 128:
+        raise ValueError("the package's backward ends the process at other head dims than 128")
     import jax
     from flash_attn3_jax.flash import _flash_mha_bwd, _flash_mha_fwd
 
