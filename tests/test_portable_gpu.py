@@ -1,6 +1,7 @@
 """The Triton backend against the oracle on a GPU: every modifier, size and dtype, and drawn problems. pytest -m gpu"""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,6 +109,23 @@ def test_oracle_rule_for_any_problem(family):
         check(portable, case, "cuda")
 
     holds()
+
+
+def test_a_thread_in_which_cuda_has_done_nothing_yet_may_launch():
+    """Autograd's is one, when all kernels were loaded in others: by tensors that were not seen before."""
+    case = BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, alibi=True)
+    problem, inputs, dout, dlse = build(case, "cuda")
+    moved = inputs._replace(q=inputs.q.clone(), k=inputs.k.clone(), v=inputs.v.clone())
+
+    def results(inputs):
+        forward = portable.forward(problem, inputs)
+        return (*forward, *portable.backward(problem, inputs, forward, dout, dlse, wanted(inputs)))
+
+    for _ in range(2):  # launches are kept from the second on
+        expected = results(inputs)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(results, moved).result()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True) if x is not None)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

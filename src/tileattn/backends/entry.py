@@ -8,9 +8,11 @@ known, and launches that a hook wants to see, take Triton's way.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
 KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
@@ -94,6 +96,7 @@ class Runner:
     def __call__(self, programs: int, args: tuple[Any, ...], stream: int) -> None:
         entry = self.entry
         if entry is None or entry.scratch or observed():
+            need_context()
             self.compiled[(programs, 1, 1)](*args, stream=stream)
             return
         final = entry.head.copy()
@@ -115,10 +118,22 @@ class Runner:
 
 def encode(descriptor: Any, format: Any) -> Any:
     """A descriptor as the driver takes it."""
+    need_context()
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     unused = () if _version() < (3, 8) else (None,)
     return make_tensordesc_arg(descriptor, format, *unused)[0]
+
+
+_thread = threading.local()
+
+
+def need_context() -> None:
+    """Whoever encodes a descriptor, Triton's runner too, needs a context of the driver. A thread has one once CUDA's
+    runtime has worked in it, or a kernel was loaded there: not so in autograd's, if kernels were loaded elsewhere."""
+    if not getattr(_thread, "has_context", False) and torch.cuda.is_initialized():
+        torch.zeros(1, device="cuda")
+        _thread.has_context = True
 
 
 def observed() -> bool:

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from tileattn.backends.entry import Runner
+from tileattn.backends.entry import Runner, need_context
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import FIRST_BARRIER
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
@@ -267,4 +267,5 @@ def _run(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...],
     if compiled:
         compiled[0](programs, args, stream)
     else:
+        need_context()
         compiled.append(Runner(kernel[(programs,)](*args, **OPTIONS)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tileattn.backends.entry import STREAM, Entry, encode, entry_of
+from tileattn.backends.entry import STREAM, Entry, encode, entry_of, need_context
 
 
 class Descriptor(TensorDescriptor):
@@ -80,6 +80,7 @@ class Kept:
             if self.scratch:
                 args[self.scratch_place] = allocate(self.scratch)
         else:
+            need_context()
             triton.set_allocator(allocate)
         self.run(*args)
 

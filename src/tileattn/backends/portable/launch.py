@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tileattn.backends import ahead
-from tileattn.backends.entry import observed
+from tileattn.backends.entry import need_context, observed
 from tileattn.backends.portable import tuning
 from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
@@ -330,6 +330,7 @@ def start(kernel: Any, launch: Launch) -> Any:
     scores read, prefetched, takes more shared memory than there is. Returns the compiled kernel; None from the
     interpreter."""
     tile = launch.tile
+    need_context()
     triton.set_allocator(allocate)  # of this thread
     try:
         return kernel[(launch.programs,)](*launch.args, **compile_options(tile))
