@@ -159,7 +159,7 @@ def all_splits(where, sizes, mode):
     """Of all sequences (a vector, padded to a power of two): the number of splits of each, and blocks in a split.
 
     split_blocks fixes the latter. Otherwise a sequence gets a share of sizes.items that is in proportion to its keys,
-    and at least one."""
+    rounded up from a quarter, so that no split is much longer than others, and at least one."""
     b = tl.arange(0, mode.batch_block)
     inside = b < sizes.batch
     _, blocks = visible_blocks(where, sizes, b, inside, mode)
@@ -167,7 +167,7 @@ def all_splits(where, sizes, mode):
         size = blocks * 0 + sizes.split_blocks
     else:
         total = tl.maximum(tl.sum(blocks, 0), 1)
-        size = tl.cdiv(blocks, tl.maximum(blocks * sizes.items // total, 1))
+        size = tl.cdiv(blocks, tl.maximum((blocks * sizes.items + total // 4 * 3) // total, 1))
     size = tl.maximum(size, 1)
     splits = tl.where(inside, tl.maximum(tl.cdiv(blocks, size), 1), 0)
     return b, splits, size
