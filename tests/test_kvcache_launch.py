@@ -91,3 +91,22 @@ def test_checks_of_a_call_are_remembered_by_all_that_they_look_at(monkeypatch):
                 CacheProblem.of(q, k_cache, v_cache, new, new, **(options | changed))
         with pytest.raises(TypeError, match="v: got None"):
             CacheProblem.of(q, k_cache, v_cache, new, None, **options)
+
+
+def test_calls_with_other_ints_for_lengths_look_alike_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(checks, "_checked", {})
+    with FakeTensorMode():
+        q = torch.empty(2, 1, 4, 32, device="cuda")
+        k_cache, v_cache, new = (torch.empty(2, n, 2, 32, device="cuda") for n in (64, 64, 1))
+        cos = torch.empty(60, 8, device="cuda")
+        for turned, most in (({}, 63), ({"rotary_cos": cos, "rotary_sin": cos}, 59)):
+            problems = []
+            for seqlen in (0, 5, most):
+                problem, inputs = CacheProblem.of(q, k_cache, v_cache, new, new, cache_seqlens=seqlen, **turned)
+                problems.append(problem)
+                assert inputs.cache_seqlens.shape == (2,)
+                assert inputs.cache_seqlens.dtype == torch.int32
+            assert all(problem is problems[0] for problem in problems)
+            for seqlen in (-1, most + 1, True, 2.0):
+                with pytest.raises((TypeError, ValueError), match=r"cache_seqlens|rotary_cos"):
+                    CacheProblem.of(q, k_cache, v_cache, new, new, cache_seqlens=seqlen, **turned)

@@ -207,11 +207,14 @@ class CacheProblem:
             where = block_table, seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_new
             tensors = CacheInputs(q, k_cache, v_cache, *where, k, v, rotary_cos, rotary_sin, sink=sink)
             options = rotary_interleaved, causal, scale, window, softcap, split_size
-            key = _metadata(tensors, max_seqlen_q, seqlen, *options)
+            key = _metadata(tensors, max_seqlen_q, type(seqlen), *options)
             found = _checked.get(key)
-            if found is not None:
+            if found is not None and (seqlen is None or _holds(found[0], seqlen, rotary_cos)):
                 problem, canonical = found
-                return problem, tensors if canonical else CacheInputs._make(map(_canonical, tensors))
+                inputs = tensors if canonical else CacheInputs._make(map(_canonical, tensors))
+                if seqlen is not None:
+                    inputs = inputs._replace(cache_seqlens=_filled(q, problem.batch, seqlen))
+                return problem, inputs
         varlen = cu_seqlens_q is not None
         _check_queries(q, varlen)
         _check_caches(q, k_cache, v_cache)
@@ -230,6 +233,9 @@ class CacheProblem:
         _check_leftpad(cache_leftpad, lengths, capacity, batch, q.device)
         rows = (seqlen_q, seqlen_new) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
         _check_rotary(rotary_cos, rotary_sin, q, k, lengths, *rows)
+        if key is not None and seqlen is not None:
+            lengths = _filled(q, batch, seqlen)
+            tensors = tensors._replace(cache_seqlens=lengths)
         left, right = _check_window(window)
         scalars = {
             "seqlen_q": seqlen_q,
@@ -273,6 +279,18 @@ class CacheProblem:
 # Calls on a GPU that were found to be in order (checking one takes 15 microseconds), and whether their tensors were in
 # canonical form already.
 _checked: dict[Any, tuple[CacheProblem, bool]] = {}
+
+
+def _holds(problem: CacheProblem, seqlen: int, rotary_cos: Tensor | None) -> bool:
+    """Whether each sequence may have seqlen keys before the call."""
+    p = problem
+    positions = p.capacity if rotary_cos is None else rotary_cos.shape[0]
+    return 0 <= seqlen <= p.capacity - p.seqlen_new and seqlen + max(p.seqlen_q, p.seqlen_new) <= positions
+
+
+def _filled(q: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Lengths in a tensor: calls with other lengths look alike, then."""
+    return q.new_full((batch,), seqlen, dtype=torch.int32)
 
 
 def _canonical(x: Tensor | None) -> Tensor | None:
