@@ -83,6 +83,20 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Microseconds and TB/s of each call, a column for each implementation."""
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = ["| batch, keys, heads | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    calls: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows:
+        call = row["batch"], row["seqlen_k"], row["heads"], row["heads_k"], row["variant"]
+        calls.setdefault(call, {})[row["impl"]] = f"{row['ms'] * 1e3:.1f} µs, {row['tbps']:.2f} TB/s"
+    for (batch, keys, heads, heads_k, variant), found in calls.items():
+        call = f"{batch} x {keys:,}, {heads} : {heads_k}" + (f", {variant}" if variant else "")
+        lines.append("| " + " | ".join([call, *(found.get(name, "") for name in names)]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output")
@@ -124,6 +138,7 @@ def main() -> None:
             f"b{shape.batch} s{shape.seqlen} {shape.heads}:{shape.heads_k} {rows[-1]['variant']:6} {shown}", flush=True
         )
         write(options.output, rows, options.commit)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,17 @@ class CacheTile(NamedTuple):
     together: int = 2
 
 
-# head_dim at most -> tiles by how many rows there are, for 16-bit dtypes. Guesses but for Hopper.
+# head_dim at most -> tiles, for 16-bit dtypes: the first that holds all rows, or else the last. Guesses but for Hopper's.
 Table = dict[int, tuple[CacheTile, ...]]
 HOPPER: Table = {
     64: (CacheTile(32, 128, 4, 4, 6), CacheTile(64, 128, 4, 3, 5)),
-    128: (CacheTile(32, 128, 4, 3, 5, 1), CacheTile(64, 64, 4, 3, 5), CacheTile(128, 64, 8, 3, 5, 1)),
-    256: (CacheTile(64, 64, 8, 2, 3),),
+    128: (
+        CacheTile(32, 128, 4, 3, 5, 1),
+        CacheTile(64, 64, 4, 3, 5),
+        CacheTile(128, 64, 8, 3, 5, 1),
+        CacheTile(64, 64, 4, 3, 5),
+    ),
+    256: (CacheTile(32, 64, 4, 3, 5, 1), CacheTile(64, 64, 8, 2, 3)),
     576: (CacheTile(32, 64, 8, 3, 3),),
     1024: (CacheTile(16, 16, 8, 1, 1),),
 }
