@@ -45,7 +45,7 @@ class CacheTile(NamedTuple):
     together: int = 2
 
 
-# head_dim at most -> tiles, for 16-bit dtypes: the first that holds all rows, or else the last. Guesses but for Hopper's.
+# head_dim at most -> tiles, for 16-bit dtypes: the first that holds all rows, or else the last. Guesses but for Hopper
 Table = dict[int, tuple[CacheTile, ...]]
 HOPPER: Table = {
     64: (CacheTile(32, 128, 4, 4, 6), CacheTile(64, 128, 4, 3, 5)),
