@@ -45,7 +45,7 @@ Table = dict[Kernel, dict[int, Tile]]
 HOPPER: Table = {
     "forward": {
         64: Tile(64, 128, 4, 2, True, masked_registers=168),
-        128: Tile(64, 64, 4, 3, True),
+        128: Tile(64, 64, 4, 3, True, held=True),
         256: Tile(128, 64, 8, 2, True),
         512: Tile(64, 32, 8, 1),
         1024: Tile(16, 32, 8, 1),
@@ -59,7 +59,7 @@ HOPPER: Table = {
     },
     "backward_q": {
         64: Tile(64, 64, 4, 2, True),
-        128: Tile(64, 64, 4, 2, True),
+        128: Tile(64, 64, 4, 3, True, held=True),
         256: Tile(128, 32, 8, 2, True),
         512: Tile(64, 16, 8, 1),
         1024: Tile(16, 16, 8, 1),
@@ -111,7 +111,7 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     small_blocks = any(size % step for size, step in zip(p.block_size, tile[:2], strict=False))  # a look-up each score
     if kernel == "forward":
         takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod) or small_blocks
-    if takes_shared:  # for prefetched tiles of its own, mostly: leave room for a second program
+    if takes_shared and not tile.held:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     masks = (p.mask_mod or (p.window_left >= 0 and not p.has_alibi)) and not small_blocks
     if masks and tile.masked_registers and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask):
