@@ -98,6 +98,13 @@ def stamp(commit: str | None) -> dict[str, Any]:
     }
 
 
+def kept(path: str, commit: str | None) -> list[dict[str, Any]]:
+    """Rows of a result file that is there already, if they were measured like those to come."""
+    old = json.loads(Path(path).read_text()) if Path(path).exists() else {"rows": []}
+    alike = all(old.get(name) == x for name, x in stamp(commit).items() if name != "date")
+    return old["rows"] if alike else []
+
+
 def write(path: str, rows: list[dict[str, Any]], commit: str | None) -> None:
     """The result file."""
     Path(path).write_text(json.dumps({**stamp(commit), "rows": rows}, indent=1))

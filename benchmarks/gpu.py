@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import itertools
-import json
 import multiprocessing
 import operator
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import TOKENS, WIDTH, Pair, backward_of, measure_pairs, stamp, write
+from common import TOKENS, WIDTH, Pair, backward_of, kept, measure_pairs, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -157,14 +155,6 @@ def _grouped(rows: list[dict[str, Any]], *names: str) -> Iterator[tuple[Any, lis
         yield values, list(group)
 
 
-def _kept(path: str, commit: str | None, cells: list[Cell]) -> list[dict[str, Any]]:
-    """Rows of a file that is there already, of other cells, if they were measured like these."""
-    old = json.loads(Path(path).read_text()) if Path(path).exists() else {"rows": []}
-    if any(old.get(name) != x for name, x in stamp(commit).items() if name != "date"):
-        return []
-    return [r for r in old["rows"] if Cell(r["seqlen_q"], r["head_dim"], r["causal"]) not in cells]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
@@ -176,7 +166,8 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="where git is not at hand")
     options = parser.parse_args()
     cells = [Cell(*x) for x in itertools.product(options.seqlens, options.head_dims, (False, True))]
-    rows = _kept(options.path, options.commit, cells)
+    rows = kept(options.path, options.commit)
+    rows = [r for r in rows if Cell(r["seqlen_q"], r["head_dim"], r["causal"]) not in cells]
     if options.workers:
         prepare(cells, options.workers)
     for cell in cells:

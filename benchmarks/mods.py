@@ -3,6 +3,9 @@
     python benchmarks/mods.py out.json [--variants alibi,bias,window,documents,blocks] [--head-dims 64,128]
         [--seqlens 4096,16384] [--rounds 5]
 
+Cells of the same commit that out.json already holds are kept, so that it can be made in parts. Prints a table of all
+that the file holds.
+
 16,384 tokens, heads * head_dim = 2,048, bfloat16. Every cell has a process of its own, so that all compile at once;
 then they take turns on the GPU. FLOPs are those of the scores that the mask leaves, backward 2.5 times as many.
 
@@ -20,12 +23,13 @@ import argparse
 import contextlib
 import itertools
 import multiprocessing
+import operator
 import statistics
 import threading
 from typing import Any
 
 import torch
-from common import TOKENS, WIDTH, Pair, backward_of, measure_pairs, write
+from common import TOKENS, WIDTH, Pair, backward_of, kept, measure_pairs, write
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
@@ -183,17 +187,25 @@ def work(cell: tuple[str, int, int], rounds: int, compiled: Any, turn: Any, foun
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Cell by cell, with the ratio to FlexAttention of ours as it is meant to be called, and geometric means."""
-    key = lambda r: (r["variant"], r["direction"], r["head_dim"], r["seqlen_q"])  # noqa: E731
-    lines, ratios = [], {}
-    for (variant, direction, head_dim, seqlen), group in itertools.groupby(sorted(rows, key=key), key=key):
-        by_name = {r["impl"]: r["tflops"] for r in group}
-        ratio = by_name["tileattn-portable"] / by_name["torch-flex"]
-        ratios.setdefault((variant, direction), []).append(ratio)
-        figures = ", ".join(f"{name} {tflops:.0f}" for name, tflops in by_name.items())
-        lines.append(f"{variant} {direction} d{head_dim} {seqlen}: {figures}; {ratio:.2f}")
-    means = {where: statistics.geometric_mean(found) for where, found in ratios.items()}
-    return "\n".join([*lines, *(f"geometric mean {' '.join(where)}: {mean:.2f}" for where, mean in means.items())])
+    """A table, a line a variant, direction and head dim, each length a figure: ours as it is meant to be called, the
+    other way, FlexAttention, and the ratio of the first to the last; and geometric means of the ratios."""
+    lines = ["| | tileattn portable | the other way | FlexAttention | ratio |", "| --- " * 5 + "|"]
+    ratios: dict[str, list[float]] = {}
+    line = operator.itemgetter("variant", "direction", "head_dim")
+    order = lambda r: (VARIANTS.index(r["variant"]), r["direction"] == "backward", r["head_dim"], r["seqlen_q"])  # noqa: E731
+    for (variant, direction, head_dim), group in itertools.groupby(sorted(rows, key=order), key=line):
+        columns: tuple[list[str], ...] = ([], [], [], [])
+        for _, cell in itertools.groupby(group, key=operator.itemgetter("seqlen_q")):
+            tflops = {r["impl"]: r["tflops"] for r in cell}
+            flex, ours = tflops.pop("torch-flex"), tflops.pop("tileattn-portable")
+            ratios.setdefault(f"{variant} {direction}", []).append(ours / flex)
+            found = f"{ours:.0f}", *(f"{x:.0f}" for x in tflops.values()), *["–"] * (not tflops), f"{flex:.0f}"
+            for column, figure in zip(columns, (*found, f"{ours / flex:.2f}"), strict=True):
+                column.append(figure)
+        cells = ["–" if set(column) == {"–"} else "/".join(column) for column in columns]
+        lines.append("| " + " | ".join([f"{variant} {direction} d{head_dim}", *cells]) + " |")
+    lines += [f"geometric mean {where}: {statistics.geometric_mean(found):.2f}" for where, found in ratios.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -212,7 +224,8 @@ def main() -> None:
     processes = [context.Process(target=work, args=(cell, options.rounds, compiled, turn, found)) for cell in cells]
     for process in processes:
         process.start()
-    rows: list[dict[str, Any]] = []
+    rows = kept(options.path, options.commit)
+    rows = [r for r in rows if (r["variant"], r["head_dim"], r["seqlen_q"]) not in cells]
     for _ in cells:
         rows += found.get()
         write(options.path, rows, options.commit)
