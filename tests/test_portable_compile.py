@@ -97,6 +97,7 @@ def programs_of(found):
     [
         (64, 3, {"causal": True}),
         (64, 3, {"causal": True, "window": (20, 0)}),
+        (64, 3, {"causal": True, "alibi_slopes": torch.ones(2)}),
         (64, 2, {"dropout_p": 0.1, "dropout_seed": 1}),
         (128, 2, {"causal": True}),
         (128, 2, {"dropout_p": 0.1, "dropout_seed": 1}),

@@ -23,9 +23,9 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with a mask_mod, or a window that hides keys on the left, and nothing else that takes many. held: q, and dout, which
-    stay with a program, are operands in registers, so that tensor cores read less shared memory (not of backward_kv,
-    whose sums leave no registers).
+    with a mask_mod, a window that hides keys on the left, or ALiBi, and nothing else that takes many. held: q, and dout,
+    which stay with a program, are operands in registers, so that tensor cores read less shared memory (not of
+    backward_kv, whose sums leave no registers).
     """
 
     block_m: int
@@ -101,7 +101,7 @@ FLOAT32: Table = {
     for kernel in DEFAULT
 }
 # the interpreter: small, so that small problems have several tiles
-INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True)} for kernel in DEFAULT}
+INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True, held=True)} for kernel in DEFAULT}
 
 
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
@@ -113,8 +113,12 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
         takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod) or small_blocks
     if takes_shared and not tile.held:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    masks = (p.mask_mod or (p.window_left >= 0 and not p.has_alibi)) and not small_blocks
-    if masks and tile.masked_registers and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask):
+    takes_registers = (p.mask_mod or (p.window_left >= 0) != p.has_alibi) and not small_blocks
+    if (
+        takes_registers
+        and tile.masked_registers
+        and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask)
+    ):
         tile = tile._replace(registers=tile.masked_registers)
     return tile
 
