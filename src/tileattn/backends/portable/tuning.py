@@ -23,8 +23,8 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with a mask_mod, a window that hides keys on the left, or ALiBi, and nothing else that takes many. held: q, and dout,
-    which stay with a program, are operands in registers, so that tensor cores read less shared memory (not of
+    with a mask_mod, a window that hides keys on the left, or ALiBi, and nothing else that takes many. held: q, and
+    dout, which stay with a program, are operands in registers, so that tensor cores read less shared memory (not of
     backward_kv, whose sums leave no registers).
     """
 
@@ -113,12 +113,9 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
         takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod) or small_blocks
     if takes_shared and not tile.held:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    takes_registers = (p.mask_mod or (p.window_left >= 0) != p.has_alibi) and not small_blocks
-    if (
-        takes_registers
-        and tile.masked_registers
-        and not (p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask)
-    ):
+    takes_some = p.mask_mod or (p.window_left >= 0) != p.has_alibi  # registers
+    takes_many = p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask or small_blocks
+    if takes_some and not takes_many and tile.masked_registers:
         tile = tile._replace(registers=tile.masked_registers)
     return tile
 
