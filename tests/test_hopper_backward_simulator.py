@@ -99,7 +99,7 @@ def test_deterministic_tiles_take_their_turns(name):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_turns_number_the_key_blocks_that_add_to_their_blocks(seed):
+def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
     """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile."""
     draw = random.Random(seed)
     seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
@@ -112,7 +112,7 @@ def test_turns_number_the_key_blocks_that_add_to_their_blocks(seed):
     shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
     grid = schedule.grid_of_keys(*shapes, None, Scalar(1), *map(Scalar, plan.sizes), mode)
     assert grid.places == plan.query_blocks
-    added = dict.fromkeys(range(0, grid.places, mode.TURN), 0)
+    added = dict.fromkeys(range(grid.places), 0)
     shift = seqlen_k - seqlen_q
     rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
     hidden = ~((columns >= rows + shift + grid.left) | (problem.window_left < 0))
@@ -122,9 +122,9 @@ def test_turns_number_the_key_blocks_that_add_to_their_blocks(seed):
         hidden[
             (work.end - work.blocks) * mode.BLOCK_M : work.end * mode.BLOCK_M, work.row : work.row + mode.BLOCK_N
         ] = True
-        for start in {block // mode.TURN * mode.TURN for block in range(work.end - work.blocks, work.end)}:
-            assert schedule.turn_of(Scalar(start), work, grid, mode) == added[start]
-            added[start] += 1
+        for block in range(work.end - work.blocks, work.end):
+            assert schedule.turn_of(Scalar(block), work, grid, mode) == added[block]
+            added[block] += 1
     assert hidden.all()
 
 

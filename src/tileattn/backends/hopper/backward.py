@@ -49,7 +49,6 @@ class BackwardMode(NamedTuple):
     from, which saves registers. BARRIERS: the first named barrier.
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
-    TURN: blocks of queries that a turn of the deterministic order is of.
     """
 
     BLOCK_M: Any
@@ -66,7 +65,6 @@ class BackwardMode(NamedTuple):
     TAIL: Any
     SOFTCAP: Any
     DETERMINISTIC: Any
-    TURN: Any
 
 
 class Scales(NamedTuple):
@@ -135,29 +133,21 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
 
 
 @gluon.jit
-def take_turn(block, turns_ptr, work, grid, mode):
-    """Wait for the turn that `block` is the tile's first of."""
-    if (block == work.end - 1) | (block % mode.TURN == mode.TURN - 1):
-        start = block // mode.TURN * mode.TURN
-        wait_for_turn(turns_ptr + start * 2, turn_of(start, work, grid, mode))
-
-
-@gluon.jit
 def pass_turn_before(block, PENDING: gl.constexpr, turns_ptr, work, grid, mode):
-    """With the PENDING additions to `block` on their way, pass on the turn that ended with the one before, if any.
+    """With the PENDING additions to `block` on their way, pass on the turn of the block before, if there is one.
 
     That block's additions are over by now; a warp that waited for each would take longer than a step.
     """
-    start = block + 1
-    if (start < work.end) & (start % mode.TURN == 0):
-        pass_turn(turns_ptr + start * 2, turn_of(start, work, grid, mode) + 1, PENDING)
+    before = block + 1
+    if before < work.end:
+        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, PENDING)
 
 
 @gluon.jit
 def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to TURN blocks of dQ in their order.
+    DETERMINISTIC: key blocks add to a block of dQ in their order.
     """
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
     entry = grid.num_tiles * 0
@@ -170,7 +160,7 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
             for block in range(work.end - 1, last - 1, -1):
                 half = first + block * 2
                 if mode.DETERMINISTIC:
-                    take_turn(block, turns_ptr + first, work, grid, mode)
+                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode))
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
@@ -178,8 +168,7 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
                         pass_turn_before(block, PARTS, turns_ptr + first, work, grid, mode)
                     outbox.release()
             if mode.DETERMINISTIC:
-                start = last // mode.TURN * mode.TURN
-                pass_turn(turns_ptr + (first + start * 2), turn_of(start, work, grid, mode) + 1, 0)
+                pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
         store_rows(dv_desc, outbox, work, WARPGROUP, mode)
         store_rows(dk_desc, outbox, work, WARPGROUP, mode)
         entry += 1

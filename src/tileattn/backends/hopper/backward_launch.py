@@ -111,7 +111,6 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         TAIL=(p.varlen or p.seqlen_k % tile.block_n != 0) and not (causal and p.window_right == 0),
         SOFTCAP=p.softcap != 0.0,
         DETERMINISTIC=p.deterministic,
-        TURN=2 if tile.wide else 1,  # where steps are short beside what a turn takes
     )
 
 

@@ -113,10 +113,13 @@ def reciprocal(x):
 
 @gluon.jit
 def wait_for_turn(turn_ptr, turn):
-    """Wait until the number in global memory is `turn`; what was added through TMA before it became so is there."""
+    """Wait until the number in global memory is `turn`; what was added through TMA before it became so is there.
+
+    Fences are of global memory alone: one of all memory waits for whatever the multiprocessor has on its way.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.b32 v, [$1]; setp.ne.s32 p, v, $2; @p bra again; "
-        "fence.proxy.async; mov.u32 $0, 0; }",
+        "fence.proxy.async.global; mov.u32 $0, 0; }",
         "=r,l,r",
         [turn_ptr.to(gl.int64), turn],
         dtype=gl.int32,
@@ -130,7 +133,7 @@ def pass_turn(turn_ptr, turn, PENDING: gl.constexpr):
     """Wait until all that this warp stored or added through TMA is in global memory, but for the last PENDING, then set
     the number to `turn`."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group $3; fence.proxy.async; bar.warp.sync 0xffffffff; "
+        "cp.async.bulk.wait_group $3; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
         "st.release.gpu.global.b32 [$1], $2; mov.u32 $0, 0;",
         "=r,l,r,n",
         [turn_ptr.to(gl.int64), turn, PENDING],

@@ -355,8 +355,7 @@ def draw_tile(counter_ptr, num_tiles):
 
 @gluon.jit
 def turn_of(block, work, grid, mode):
-    """How many key blocks before this one add to the TURN blocks of queries from `block` on. They are those that add to
-    the first of these, and tiles with lower numbers."""
+    """How many key blocks before this one add to a block of queries. Those are tiles with lower numbers."""
     turn = work.row // mode.BLOCK_N
     if mode.LEFT:  # keys far left are hidden from all but the first block, where those come that no row sees
         column = block * mode.BLOCK_M + work.seqlen_k - work.seqlen_q + grid.left
