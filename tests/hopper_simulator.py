@@ -113,6 +113,8 @@ class Machine:
     def arrive(self, barrier: int, threads: int) -> tuple[list[int], int]:
         """Arrive at a named barrier with all of this partition's threads."""
         with self.changed:
+            if barrier >= 16:
+                raise FaultError(f"there is no named barrier {barrier}")
             state = self.barriers.setdefault(int(barrier), [0, 0])
             generation = state[1]
             state[0] += _here.threads
@@ -423,7 +425,6 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
             machine.changed.notify_all()
 
     return types.SimpleNamespace(
-        FIRST_BARRIER=4,
         wait_for_turn=wait_for_turn,
         pass_turn=pass_turn,
         opaque=lambda x: x,

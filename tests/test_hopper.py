@@ -85,11 +85,36 @@ def test_its_backward_serves_what_its_forward_does_but_alibi():
 
 @pytest.mark.parametrize(
     ("dims", "block_dims"),
-    [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((192, 128), (192, 128)), ((128, 192), (256, 256))],
+    [
+        ((64, 64), (64, 64)),
+        ((40, 72), (96, 128)),
+        ((104, 72), (128, 128)),
+        ((192, 128), (192, 128)),
+        ((128, 192), (256, 256)),
+    ],
 )
 def test_head_dims_go_to_the_smallest_tile_that_holds_them(dims, block_dims):
     tile = tile_for(dataclasses.replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1]))
     assert (tile.block_dim, tile.block_dim_v) == block_dims
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        ({"seqlen_q": 16384}, 192),
+        ({"seqlen_q": 1024, "batch": 64}, 128),
+        ({"seqlen_q": 16384, "window_right": 0}, 192),
+        ({"seqlen_q": 4096, "window_right": 0}, 128),
+        ({"seqlen_q": 16384, "batch": 1, "num_heads": 2}, 128),
+        ({"seqlen_q": 16384, "window_left": 100}, 128),
+        ({"seqlen_q": 16384, "softcap": 3.0}, 128),
+        ({"seqlen_q": 16384, "head_dim": 256}, 128),
+    ],
+    ids=str,
+)
+def test_many_long_sequences_go_to_tiles_of_three_warpgroups(change, rows):
+    problem = dataclasses.replace(PLAIN, device=torch.device("cpu"), seqlen_k=16384, **change)
+    assert tile_for(problem).rows == rows
 
 
 @pytest.mark.parametrize(

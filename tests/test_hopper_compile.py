@@ -8,18 +8,24 @@ import torch
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_compiling import MORE_SPILLS, call_of, compile_forward, compile_ranking, packed
 
-from tileattn.backends.hopper.ptx import FIRST_BARRIER
+from tileattn.backends.hopper.launch import mode_of
 
 MODIFIERS = {"window": (100, -1), "softcap": 3.0, "alibi_slopes": torch.ones(2), "sink": torch.ones(2)}
-# head dims, seqlen_k, options; k16 steps of wgmma in both warpgroups; bytes that may be spilled (outside loops)
+LONG = {"seqlen_q": 32768}  # three warpgroups
+# head dims, seqlen_k, options; k16 steps of wgmma in all warpgroups; bytes that may be spilled (outside loops)
 KERNELS = {
     "64_full": (64, 64, 256, {}, 56, 16),
     "128_full": (128, 128, 256, {}, 80, 16),
     "128_causal": (128, 128, 256, {"causal": True}, 80, 16),
+    "96_causal": (96, 96, 256, {"causal": True}, 68, 32),
     "192_128_causal": (192, 128, 256, {"causal": True}, 104, 128),
     "256_causal": (256, 256, 256, {"causal": True}, 152, 96),
     "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 80, 64),
     "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 80, 16),
+    "64_long": (64, 64, 256, LONG, 60, 16),
+    "64_long_causal": (64, 64, 256, {"causal": True, **LONG}, 108, 16),
+    "128_long": (128, 128, 256, LONG, 96, 64),
+    "128_long_causal": (128, 128, 256, {"causal": True, **LONG}, 168, 224),
     "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 80),
 }
 
@@ -29,7 +35,8 @@ def test_products_stay_asynchronous_and_softmax_lies_between_the_waits(name):
     head_dim, head_dim_v, seqlen_k, options, products, spills = KERNELS[name]
     options = dict(options)
     varlen = options.pop("varlen", False)
-    call = call_of(256 // options.get("group", 1), seqlen_k, head_dim, head_dim_v, torch.bfloat16, **options)
+    seqlen_q = options.pop("seqlen_q", 256 // options.get("group", 1))
+    call = call_of(seqlen_q, seqlen_k, head_dim, head_dim_v, torch.bfloat16, **options)
     found = compile_forward(*(packed(call, **options) if varlen else call))
     assert found.warnings == []
     assert found.count("HGMMA") == products
@@ -37,7 +44,8 @@ def test_products_stay_asynchronous_and_softmax_lies_between_the_waits(name):
     assert found.shared <= 227 * 1024
     # Of S and of O, in each step; the exponentials of S run while O is in flight.
     waits = [int(code) for line in found.code for code in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", line)]
-    assert waits.count(1) == waits.count(0) - 2  # a program's first S has no O beside it, in either warpgroup
+    # A program's first S has no O beside it, in any warpgroup.
+    assert waits.count(1) == waits.count(0) - mode_of(call[0]).WARPGROUPS
     exponentials = 0
     in_flight = False
     for line in found.code:
@@ -68,14 +76,17 @@ def test_the_ranking_of_sequences_needs_no_shared_memory():
     assert found.spills == found.shared == 0
 
 
-def test_named_barriers_of_triton_and_ours_are_apart():
-    ptx = compile_forward(*call_of(256, 256, 128, 128, torch.bfloat16)).ptx
+@pytest.mark.parametrize("seqlen", [256, 32768])
+def test_named_barriers_of_triton_and_ours_are_apart(seqlen):
+    call = call_of(seqlen, seqlen, 64, 64, torch.bfloat16)
+    first = mode_of(call[0]).BARRIERS
+    ptx = compile_forward(*call).ptx
     ours = re.findall(r"// begin inline asm.*?// end inline asm", ptx, re.DOTALL)
     theirs = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL)
     used = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)", theirs)}
     assert used
-    assert max(used) < FIRST_BARRIER
-    assert all(int(n) >= FIRST_BARRIER for text in ours for n in re.findall(r"bar\.(?:sync|arrive) (\d+),", text))
+    assert max(used) < first
+    assert all(16 > int(n) >= first for text in ours for n in re.findall(r"bar\.(?:sync|arrive) (\d+),", text))
 
 
 def test_one_kernel_serves_all_sizes():

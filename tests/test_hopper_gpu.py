@@ -1,5 +1,8 @@
 """The Hopper backend against the oracle, on a Hopper GPU: pytest -m gpu tests/test_hopper_gpu.py"""
 
+import dataclasses
+import random
+import time
 import types
 
 import pytest
@@ -8,6 +11,8 @@ from oracle import Case, assert_rule, build, check, fresh_memory_is_nan
 
 from tileattn.backends import hopper
 from tileattn.reference import standard_attention
+
+launch = pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +69,15 @@ MODIFIERS = {
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72))
 
 
+@pytest.fixture
+def three_warpgroups(monkeypatch):
+    """In tiles of 192 rows, which long sequences get, whatever their length."""
+    monkeypatch.setattr(launch, "suits_three_warpgroups", lambda problem: True)
+    launch.plan_for.cache_clear()
+    yield
+    launch.plan_for.cache_clear()
+
+
 def expect_rule(problem, inputs) -> None:
     with fresh_memory_is_nan():
         found = hopper.forward(problem, inputs)
@@ -104,11 +118,39 @@ def test_portable_differentiates_what_hopper_computed():
     check(both, case, "cuda")
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("varlen")])
+def test_oracle_rule_of_three_warpgroups(name, head_dim, three_warpgroups):
+    case = Case(head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16).but(**CASES[name])
+    problem, inputs, _, _ = build(case, "cuda")
+    assert launch.mode_of(problem).WARPGROUPS == 3
+    expect_rule(problem, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("batch", "seqlen", "causal"), [(2, 2200, False), (1, 8200, True)])
+def test_long_sequences(batch, seqlen, causal, head_dim, dtype):
+    case = Case(batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=16, num_heads_k=2, causal=causal, dtype=dtype)
+    problem, inputs, _, _ = build(case.but(head_dim=head_dim, head_dim_v=head_dim), "cuda")
+    assert launch.mode_of(problem).WARPGROUPS == 3
+    found = hopper.forward(problem, inputs)
+    heads = [0, 15]
+    some = inputs._replace(q=inputs.q[-1:, :, heads], k=inputs.k[-1:], v=inputs.v[-1:])
+    few = dataclasses.replace(problem, batch=1, num_heads=2)
+    exact, low = standard_attention(few, some, torch.float64), standard_attention(few, some)
+    assert_rule("out", found.out[-1:, :, heads], exact.out, low.out)
+    assert_rule("lse", found.lse[-1:, heads], exact.lse, low.lse)
+
+
+@pytest.mark.parametrize("three", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("growth", [1.0, 20.0, 300.0])
 @pytest.mark.parametrize("causal", [False, True])
-def test_logits_that_grow_from_block_to_block(growth, causal, dtype):
+def test_logits_that_grow_from_block_to_block(growth, causal, dtype, three, request):
     """The last block is visited first, so every block raises the maximum."""
+    if three:
+        request.getfixturevalue("three_warpgroups")
     case = Case(seqlen_q=640, seqlen_k=640, head_dim=128, head_dim_v=128, dtype=dtype, causal=causal)
     problem, inputs, _, _ = build(case, "cuda")
     ramp = torch.linspace(growth, 0.01, 640, device="cuda", dtype=torch.float32)[None, :, None, None]
@@ -194,3 +236,30 @@ def test_a_captured_graph_replays():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, expected)
+
+
+def test_ten_thousand_launches_of_mixed_shapes_end():
+    shapes = (
+        {"seqlen_q": 333, "seqlen_k": 257, "num_heads": 4, "num_heads_k": 2},
+        {"seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 16, "num_heads_k": 16, "causal": True},
+        {"seqlen_q": 64, "seqlen_k": 1},
+        {"lengths_q": (64, 1, 130, 700), "lengths_k": (100, 300, 65, 700), "causal": True},
+    )
+    cases = [
+        Case(head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16).but(**shape)
+        for shape in shapes
+        for head_dim in (64, 128, 256)
+    ]
+    calls = [build(case, "cuda")[:2] for case in cases]
+    expected = [hopper.forward(*call).out for call in calls]
+    differ = torch.zeros((), dtype=torch.bool, device="cuda")
+    chosen = random.Random(0)
+    for _ in range(20):
+        for i in chosen.choices(range(len(calls)), k=500):  # fewer than the driver queues
+            differ |= (hopper.forward(*calls[i]).out != expected[i]).any()
+        end, limit = torch.cuda.Event(), time.monotonic() + 20
+        end.record()
+        while not end.query():
+            assert time.monotonic() < limit, "a launch hangs"
+            time.sleep(0.001)
+    assert not differ

@@ -11,7 +11,7 @@ from tileattn.reference import standard_attention
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_simulator import FaultError, Kernel, Scalar
 
-from tileattn.backends.hopper.launch import mode_of
+from tileattn.backends.hopper import launch
 
 SMALL = Case(batch=1, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
 CASES = {
@@ -23,6 +23,7 @@ CASES = {
     "more_queries": {"causal": True, "seqlen_k": 70},
     "gqa": {"num_heads": 6, "num_heads_k": 2, "causal": True},
     "head_dim_40_72": {"head_dim": 40, "head_dim_v": 72},
+    "head_dim_96": {"head_dim": 96, "head_dim_v": 96, "causal": True},
     "head_dim_128": {"head_dim": 128, "head_dim_v": 128, "causal": True},
     "head_dim_192_128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
     "head_dim_256": {"head_dim": 256, "head_dim_v": 256, "causal": True, "seqlen_k": 350},
@@ -54,6 +55,15 @@ CASES = {
 }
 
 
+@pytest.fixture
+def three_warpgroups(monkeypatch):
+    """In tiles of 192 rows, which long sequences get, whatever their length."""
+    monkeypatch.setattr(launch, "suits_three_warpgroups", lambda problem: True)
+    launch.plan_for.cache_clear()
+    yield
+    launch.plan_for.cache_clear()
+
+
 def expect_rule(problem, inputs, found) -> None:
     exact, low = standard_attention(problem, inputs, torch.float64), standard_attention(problem, inputs)
     assert_rule("out", found.out, exact.out, low.out)
@@ -63,6 +73,14 @@ def expect_rule(problem, inputs, found) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_oracle_rule(name):
     problem, inputs, _, _ = build(SMALL.but(**CASES[name]))
+    expect_rule(problem, inputs, Kernel().forward(problem, inputs))
+
+
+@pytest.mark.parametrize("name", ["tail", "causal", "more_keys", "more_queries"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_oracle_rule_of_three_warpgroups(name, head_dim, three_warpgroups):
+    problem, inputs, _, _ = build(SMALL.but(**CASES[name]).but(head_dim=head_dim, head_dim_v=head_dim))
+    assert launch.mode_of(problem).WARPGROUPS == 3
     expect_rule(problem, inputs, Kernel().forward(problem, inputs))
 
 
@@ -96,7 +114,8 @@ FAULTS = {
     "the wait leaves S in flight": ("forward", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
     "O is read while in flight": ("forward", "    o = warpgroup_mma_wait(0, deps=(o_token,))\n", "    o = o_token\n"),
     "the output buffer is overwritten": ("forward", "    store_wait(0)  #", "    #"),
-    "a turn is not passed on": ("forward", "    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)\n", ""),
+    "a turn is not passed on": ("forward", "(WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARP", "WARPGROUP, 2 * WARP"),
+    "turns and keys share a barrier": ("forward", "mode.BARRIERS + mode.WARPGROUPS\n", "mode.BARRIERS + 1\n"),
     "too few bytes are expected": ("pipeline", "* self.ROW_PARTS * self.COLUMN_PARTS + MORE)", ")"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles - 1)\n", ""),
 }
@@ -152,7 +171,7 @@ def test_sequences_do_not_touch():
 def test_causal_tiles_come_longest_first_in_sections_none_of_which_is_small(heads, sections):
     problem, _, _, _ = build(SMALL.but(num_heads=heads, num_heads_k=heads, seqlen_q=1024, seqlen_k=1024, causal=True))
     schedule = Kernel().module("schedule")
-    mode = mode_of(problem)
+    mode = launch.mode_of(problem)
     blocks_m = -(-1024 // mode.BLOCK_M)
     grid = schedule["Grid"](heads, 1, 1024, 1024, 1, 0, 1, 3 * 1024, heads * blocks_m)
     tiles = iter([schedule["locate"](Scalar(i), 0, None, grid, mode) for i in range(heads * blocks_m)])

@@ -80,4 +80,4 @@ def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
         of_keys = backward_tile_for(problem)
         return Tiles(of_keys.block_m, of_keys.block_n, "two warpgroups, 2 blocks of queries in flight")
     tile = tile_for(problem)
-    return Tiles(tile.rows, tile.block_n, f"two warpgroups of 64 rows, {tile.stages} tiles in flight")
+    return Tiles(tile.rows, tile.block_n, f"{tile.warpgroups} warpgroups, {tile.stages} blocks of keys in flight")

@@ -1,9 +1,11 @@
-"""FlashAttention-3 for Hopper: one warp loads, two warpgroups multiply, and softmax runs under the products.
+"""FlashAttention-3 for Hopper: one warp loads, two or three warpgroups multiply, and softmax runs under the products.
 
 Shah et al. 2024, with one software pipeline over all the tiles that a program gets: the scores S = Q K^T of the next
 key block, be it the next tile's first, are issued together with O += P V of the block before, and softmax of S runs
 while that product is in flight. The warpgroups, 64 query rows each, take turns at issuing.
 """
+
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tileattn.backends.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tileattn.backends.hopper.pipeline import make_queue, make_ring
+from tileattn.backends.hopper.pipeline import WARPGROUP_THREADS, make_queue, make_ring
 from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, boundary, declare_flag, reciprocal
 from tileattn.backends.hopper.schedule import coordinates, grid_of, locate, next_tile, sequence_of
 from tileattn.backends.hopper.softmax import (
@@ -42,17 +44,20 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 class Mode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k, that a tile takes together.
-    SLOTS: tiles of queries in flight. COLUMN_PARTS: blocks side by side that hold head_dim. BARRIERS: the first named
-    barrier. VARLEN: sequences of different lengths are packed.
+    WARPGROUPS: that multiply. BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k,
+    that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
+    COLUMN_PARTS: blocks side by side that hold head_dim. BARRIERS: the first named barrier. VARLEN: sequences of
+    different lengths are packed.
     CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
+    WARPGROUPS: Any
     BLOCK_M: Any
     BLOCK_N: Any
     STAGES: Any
     PACK: Any
     SLOTS: Any
+    HOLDS_Q: Any
     COLUMN_PARTS: Any
     BARRIERS: Any
     VARLEN: Any
@@ -122,30 +127,42 @@ def load(queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, gr
 
 
 @gluon.jit
-def multiply(queries, entry, keys, block, WARPGROUP: gl.constexpr, mode):
+def take(queries, entry, WARPGROUP: gl.constexpr, mode):
+    """A tile's queries: in registers, so that the next tile's may come, or the entry of the ring that they stay in."""
+    if mode.HOLDS_Q:
+        q = queries.block(entry, WARPGROUP, 0).load(operand_layout(mode.BLOCK_N))
+        queries.release(entry)
+        return q
+    else:
+        return entry
+
+
+@gluon.jit
+def multiply(queries, q, keys, block, WARPGROUP: gl.constexpr, mode):
     """Start S = Q K^T of a block and return its token."""
     s = gl.zeros([ROWS, mode.BLOCK_N], gl.float32, product_layout(mode.BLOCK_N))
     for c in gl.static_range(mode.COLUMN_PARTS):
-        q = queries.block(entry, WARPGROUP, c)
-        s = warpgroup_mma(q, keys.block(block, 0, c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+        rows = q if mode.HOLDS_Q else queries.block(q, WARPGROUP, c)
+        s = warpgroup_mma(rows, keys.block(block, 0, c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def issue(queries, entry, keys, values, p, o, block, more, last, WARPGROUP: gl.constexpr, mode):
+def issue(queries, q, keys, values, p, o, block, more, last, WARPGROUP: gl.constexpr, mode):
     """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
     more: there is such a block; last: it is its tile's last. Returns s and the token of O.
     """
     keys.wait(block, more)
-    barrier_sync(mode.BARRIERS + WARPGROUP, 256)
-    s_token = multiply(queries, entry, keys, block, WARPGROUP, mode)
+    barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
+    s_token = multiply(queries, q, keys, block, WARPGROUP, mode)
     values.wait(block - 1)
     o_token = warpgroup_mma(p, values.block(block - 1, 0, 0), o, is_async=True)
-    barrier_arrive(mode.BARRIERS + 1 - WARPGROUP, 256)
+    barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
-    queries.release(entry, last)
+    if not mode.HOLDS_Q:
+        queries.release(q, last)
     return boundary(s), o_token
 
 
@@ -159,12 +176,12 @@ def finish(o_token, values, block):
 
 @gluon.jit
 def masked_step(
-    queries, entry, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
+    queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
     """A further block that may hide scores: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, entry, keys, values, p, o, block, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
@@ -174,13 +191,11 @@ def masked_step(
 
 
 @gluon.jit
-def step(
-    queries, entry, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
-):
+def step(queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode):
     """A block that all rows see whole."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, entry, keys, values, p, o, block, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
@@ -246,15 +261,17 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     p_layout: gl.constexpr = operand_layout(DIM_V)
     offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     if WARPGROUP == 0:
-        barrier_arrive(mode.BARRIERS, 256)
+        barrier_arrive(mode.BARRIERS, 2 * WARPGROUP_THREADS)
 
     entry = grid.num_heads * 0
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
     keys.wait(block)
-    s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, entry, keys, block, WARPGROUP, mode),))
+    q = take(queue.queries, entry, WARPGROUP, mode)
+    s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, q, keys, block, WARPGROUP, mode),))
     keys.release(block)
-    queue.queries.release(entry, work.blocks == 1)
+    if not mode.HOLDS_Q:
+        queue.queries.release(q, work.blocks == 1)
     rows = rows_of(work, offs_m, grid, modifiers, mode)
     column = (work.end - 1) * mode.BLOCK_N
     m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
@@ -266,14 +283,14 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         for i in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
             last = i + 1 == work.blocks
-            o, m, l, p = masked_step(queue.queries, entry, keys, values, (o, m, l, p), block, last, rows, column, grid,
+            o, m, l, p = masked_step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                                      modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
         for i in range(mode.MASKED, work.blocks):
             column -= mode.BLOCK_N
             advance: gl.constexpr = masked_step if mode.LEFT else step
             last = i + 1 == work.blocks
-            o, m, l, p = advance(queue.queries, entry, keys, values, (o, m, l, p), block, last, rows, column, grid,
+            o, m, l, p = advance(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                                  modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
 
@@ -282,7 +299,8 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         next_work = queue.receive(entry, grid)
         more = next_work.blocks > 0
         last = next_work.blocks == 1
-        s, o_token = issue(queue.queries, entry, keys, values, p, o, block, more, last, WARPGROUP, mode)
+        q = take(queue.queries, entry, WARPGROUP, mode)
+        s, o_token = issue(queue.queries, q, keys, values, p, o, block, more, last, WARPGROUP, mode)
         next_rows = rows_of(next_work, offs_m, grid, modifiers, mode)
         column = (next_work.end - 1) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
@@ -293,9 +311,10 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         l = next_l
         work = next_work
         block += 1
-    queue.queries.release(entry)
+    if not mode.HOLDS_Q:
+        queue.queries.release(q)
     if WARPGROUP == 0:
-        barrier_sync(mode.BARRIERS, 256)
+        barrier_sync(mode.BARRIERS, 2 * WARPGROUP_THREADS)
     store_wait(0)
 
 
@@ -306,21 +325,34 @@ def attention_forward(
 ):
     declare_flag()
     grid = grid_of(q_desc, k_desc, table_ptr, sequences, left, right, section, mode)
-    K_EMPTIED: gl.constexpr = mode.BARRIERS + 2
+    K_EMPTIED: gl.constexpr = mode.BARRIERS + mode.WARPGROUPS
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
-    queue = make_queue(make_ring(q_desc, mode.SLOTS, 2, mode.COLUMN_PARTS, Q_EMPTIED), mode)
-    keys = make_ring(k_desc, mode.STAGES, 1, mode.COLUMN_PARTS, K_EMPTIED)
-    values = make_ring(v_desc, mode.STAGES, 1, 1, V_EMPTIED)
-    o_shape: gl.constexpr = [2] + o_desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)
+    READERS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
+    queue = make_queue(make_ring(q_desc, mode.SLOTS, mode.WARPGROUPS, mode.COLUMN_PARTS, Q_EMPTIED, READERS), mode)
+    keys = make_ring(k_desc, mode.STAGES, 1, mode.COLUMN_PARTS, K_EMPTIED, READERS)
+    values = make_ring(v_desc, mode.STAGES, 1, 1, V_EMPTIED, READERS)
+    o_shape: gl.constexpr = [mode.WARPGROUPS] + o_desc.block_type.shape  # noqa: RUF005  (Triton cannot unpack)
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, o_shape, o_desc.layout)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (attend, (0, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
-            (attend, (1, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
-            (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, grid, mode)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if mode.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend, (0, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+                (attend, (1, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+                (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, grid, mode)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (0, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+                (attend, (1, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+                (attend, (2, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)),
+                (load, (queue, keys, values, q_desc, k_desc, v_desc, counter_ptr, table_ptr, grid, mode)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

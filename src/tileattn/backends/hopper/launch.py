@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from tileattn.backends.entry import Runner, need_context
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
-from tileattn.backends.hopper.ptx import FIRST_BARRIER
+from tileattn.backends.hopper.ptx import first_barrier
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
 from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
@@ -27,7 +27,8 @@ UNLIMITED = 2**30  # more than any sequence; sums of it and a length fit 32 bits
 class Tile(NamedTuple):
     """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there.
 
-    parts: blocks side by side that block_dim is made of. columns: of O, sent at a time.
+    parts: blocks side by side that block_dim is made of. columns: of O, sent at a time. holds_q: queries are kept in
+    registers.
     """
 
     block_dim: int
@@ -37,12 +38,21 @@ class Tile(NamedTuple):
     slots: int
     columns: int
     parts: int = 1
-    rows: int = 2 * ROWS.value
+    warpgroups: int = 2
+    holds_q: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.warpgroups * ROWS.value
 
 
-# The first that holds a problem's head dims serves it. Shared memory, 227 KB, is full in all but the first.
+# The first that holds a problem's head dims, and suits it, serves it. Shared memory has 227 KB.
 TILES = (
+    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True),
     Tile(64, 64, block_n=128, stages=4, slots=2, columns=64),
+    Tile(96, 128, block_n=64, stages=3, slots=2, columns=64, parts=3, warpgroups=3),
+    Tile(96, 128, block_n=128, stages=2, slots=2, columns=128, parts=3),
+    Tile(128, 128, block_n=64, stages=3, slots=2, columns=64, warpgroups=3),
     Tile(128, 128, block_n=128, stages=2, slots=2, columns=128),
     Tile(192, 128, block_n=128, stages=2, slots=1, columns=64, parts=3),
     Tile(256, 256, block_n=64, stages=2, slots=1, columns=128),
@@ -67,7 +77,20 @@ class Plan(NamedTuple):
 
 def tile_for(problem: Problem) -> Tile:
     p = problem
-    return next(t for t in TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v)
+    most = 3 if suits_three_warpgroups(p) else 2
+    return next(
+        t for t in TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v and t.warpgroups <= most
+    )
+
+
+def suits_three_warpgroups(problem: Problem) -> bool:
+    """Whether tiles of 192 rows pay. They read keys and values less often, which saves power, but do more in vain at a
+    diagonal and at a sequence's end; and softcap and ALiBi need registers that three warpgroups do not have."""
+    p = problem
+    causal, left = sides_of(p)
+    long = p.seqlen_q >= (8192 if causal else 2048)
+    tiles = p.batch * p.num_heads * p.seqlen_q // (3 * ROWS.value)
+    return long and tiles >= 2 * _num_sms(p.device) and not (left or p.varlen or p.softcap or p.has_alibi)
 
 
 def pack_for(problem: Problem) -> int:
@@ -98,13 +121,15 @@ def mode_of(problem: Problem) -> Mode:
     step = 1 if p.varlen else math.gcd(block_m, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
     crossed = -(-(block_m + tile.block_n - step) // tile.block_n)
     return Mode(
+        WARPGROUPS=tile.warpgroups,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         PACK=pack,
         SLOTS=tile.slots,
+        HOLDS_Q=tile.holds_q,
         COLUMN_PARTS=tile.parts,
-        BARRIERS=FIRST_BARRIER,
+        BARRIERS=first_barrier(tile.warpgroups + 1),
         VARLEN=p.varlen,
         CAUSAL=causal,
         LEFT=left,

@@ -1,4 +1,4 @@
-"""Rings: blocks of shared memory that one warp fills through TMA and two warpgroups read, each in its turn.
+"""Rings: blocks of shared memory that one warp fills through TMA and the warpgroups read, each in its turn.
 
 Fill number i of a ring goes to block i % STAGES. Its bytes' landing is told by that block's mbarrier, whose phase turns
 with every fill; that all readers are done with it, by a named barrier. (A Gluon arrival at an mbarrier stops all the
@@ -16,7 +16,8 @@ from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync
 from tileattn.backends.hopper.schedule import Work, coordinates
 
 WARP = gl.constexpr(32)
-WARPGROUPS = gl.constexpr(2 * 128)  # the threads of both
+WARPGROUP_THREADS = gl.constexpr(128)
+WARPGROUPS = gl.constexpr(2 * 128)  # the threads of both, where there are two
 
 
 @aggregate
@@ -175,12 +176,12 @@ class Outbox:
     def send(self):
         """Warpgroup: the block is filled."""
         fence_async_shared()
-        barrier_arrive(self.FILLED, WARP + 128)
+        barrier_arrive(self.FILLED, WARP + WARPGROUP_THREADS)
 
     @gluon.jit
     def receive(self):
         """Carrier: wait for a payload."""
-        barrier_sync(self.FILLED, WARP + 128)
+        barrier_sync(self.FILLED, WARP + WARPGROUP_THREADS)
 
     @gluon.jit
     def release(self):

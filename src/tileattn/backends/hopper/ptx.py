@@ -1,12 +1,15 @@
 """What Gluon has no word for, in PTX. Every function is one instruction or two, and none knows an address.
 
-Named barriers 0 to 3 are Triton's own (a kernel here has three partitions); ours start at FIRST_BARRIER.
+Of the 16 named barriers Triton uses the first, see first_barrier.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FIRST_BARRIER = 4
+
+def first_barrier(partitions: int) -> int:
+    """The first named barrier that is ours in a kernel of this many partitions; Triton's own come before."""
+    return partitions + 1
 
 
 @gluon.jit
