@@ -15,7 +15,6 @@ import argparse
 import functools
 import importlib.util
 import json
-import math
 import statistics
 import sysconfig
 import time
@@ -46,14 +45,15 @@ class Size(NamedTuple):
     layers: int
     width: int
     dtype: torch.dtype
+    lr: float
     tokens: int
     scores: int
     seqlens: tuple[int, ...]
 
 
 SIZES = {
-    "cuda": Size(24, 1024, torch.bfloat16, 32768, 8192**2, (2048, 8192, 32768)),
-    "cpu": Size(2, 128, torch.float32, 256, 128**2, (64, 256)),
+    "cuda": Size(24, 1024, torch.bfloat16, 3e-4, 16384, 8192**2, (2048, 8192, 32768)),
+    "cpu": Size(2, 128, torch.float32, 3e-3, 256, 128**2, (64, 256)),
 }
 
 
@@ -121,15 +121,15 @@ class Trainer:
         with torch.device(device):
             self.model = GPT(size.layers, size.width, longest, ATTENTION[attention]).to(size.dtype)
         self.weights = [parameter.detach().float() for parameter in self.model.parameters()]
-        self.optimizer = torch.optim.AdamW(self.weights, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
-        self.scores = size.scores if attention == "standard" else math.inf
+        self.optimizer = torch.optim.AdamW(self.weights, size.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 100))
+        self.scores = size.scores if attention == "standard" else None
         self.losses: list[Tensor] = []
 
     def step(self, batch: Tensor) -> None:
         """batch: (sequences, seqlen + 1) bytes."""
         loss = torch.zeros((), device=batch.device)
-        at_once = min(len(batch), max(1, self.scores // (batch.shape[1] - 1) ** 2))
+        at_once = max(1, self.scores // (batch.shape[1] - 1) ** 2) if self.scores else len(batch)
         for part in batch.split(at_once):
             ids = part.long()
             logits = self.model(ids[:, :-1]).float()
