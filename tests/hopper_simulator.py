@@ -21,6 +21,7 @@ import torch
 
 from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for, places_for
 from tileattn.backends.hopper.launch import mode_of, plan_for
+from tileattn.backends.hopper.ptx import NAMED_BARRIERS
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
 from tileattn.problem import Forward, Gradients, Inputs, Problem
 
@@ -113,7 +114,7 @@ class Machine:
     def arrive(self, barrier: int, threads: int) -> tuple[list[int], int]:
         """Arrive at a named barrier with all of this partition's threads."""
         with self.changed:
-            if barrier >= 16:
+            if barrier >= NAMED_BARRIERS.value:
                 raise FaultError(f"there is no named barrier {barrier}")
             state = self.barriers.setdefault(int(barrier), [0, 0])
             generation = state[1]
@@ -341,6 +342,10 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             pointer.data[0] += value
         return old
 
+    def static_assert(condition: bool, message: str) -> None:
+        if not condition:
+            raise FaultError(message)
+
     def specialize(functions: list[Any], warps: list[int], registers: list[int]) -> None:
         _run_partitions(machine, functions, [4, *warps])
 
@@ -352,6 +357,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         shared_memory_descriptor=Shared,
         num_warps=lambda: _here.threads // 32,
         static_range=range,
+        static_assert=static_assert,
         program_id=lambda axis: Scalar(program),
         num_programs=lambda axis: Scalar(programs),
         arange=lambda start, end, layout: tile(np.arange(start, end)),
@@ -425,6 +431,7 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
             machine.changed.notify_all()
 
     return types.SimpleNamespace(
+        NAMED_BARRIERS=NAMED_BARRIERS.value,
         wait_for_turn=wait_for_turn,
         pass_turn=pass_turn,
         opaque=lambda x: x,

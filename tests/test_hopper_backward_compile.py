@@ -6,9 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
+import hopper_compiling
 from hopper_compiling import MORE_SPILLS, call_of, compile_backward, packed
+from triton.compiler.errors import CompilationError
 
-from tileattn.backends.hopper.backward_launch import FIRST_BARRIER
+from tileattn.backends.hopper import backward_launch
+from tileattn.backends.hopper.backward_launch import FIRST_BARRIER, BackwardTile
 
 # head_dim, seqlen_k, options; steps that are compiled, in the loop and behind it; bytes that may be spilled, outside
 # the loop (but with a window, and where packed sequences' lengths are kept)
@@ -59,6 +62,14 @@ def test_named_barriers_of_triton_and_ours_are_apart():
     used = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\S*\s+(\d+)", theirs)}
     assert used
     assert max(used) < FIRST_BARRIER
+
+
+def test_a_tile_with_more_named_barriers_than_there_are_is_refused(monkeypatch):
+    tile = BackwardTile(64, 64, block_m=64, key_stages=2, dout_stages=3)
+    monkeypatch.setattr(backward_launch, "BACKWARD_TILES", (tile,))
+    monkeypatch.setattr(hopper_compiling, "backward_plan_for", backward_launch.backward_plan_for.__wrapped__)
+    with pytest.raises(CompilationError, match="more named barriers"):
+        compile_backward(*call_of(256, 256, 64, 64, torch.bfloat16))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])

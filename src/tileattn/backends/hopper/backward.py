@@ -28,7 +28,15 @@ from tileattn.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, make_queue, make_ring
-from tileattn.backends.hopper.ptx import barrier_sync, narrow, opaque, pass_turn, reciprocal, wait_for_turn
+from tileattn.backends.hopper.ptx import (
+    NAMED_BARRIERS,
+    barrier_sync,
+    narrow,
+    opaque,
+    pass_turn,
+    reciprocal,
+    wait_for_turn,
+)
 from tileattn.backends.hopper.schedule import (
     coordinates,
     draw_tile,
@@ -461,6 +469,7 @@ def attention_backward(
     Q_EMPTIED: gl.constexpr = V_EMPTIED + 1
     DOUT_EMPTIED: gl.constexpr = Q_EMPTIED + 2
     FILLED: gl.constexpr = DOUT_EMPTIED + mode.DOUT_STAGES
+    gl.static_assert(FILLED + 2 <= NAMED_BARRIERS, "more named barriers than there are")
     DS: gl.constexpr = 4 if mode.WIDE else 2  # WIDE: P and dS
     exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([mode.BLOCK_N, mode.BLOCK_M], q_desc.dtype)
     keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, WARPGROUPS + 2 * WARP)

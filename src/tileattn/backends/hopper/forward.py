@@ -22,7 +22,15 @@ from tileattn.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tileattn.backends.hopper.pipeline import WARPGROUP_THREADS, make_queue, make_ring
-from tileattn.backends.hopper.ptx import any_reaches, barrier_arrive, barrier_sync, boundary, declare_flag, reciprocal
+from tileattn.backends.hopper.ptx import (
+    NAMED_BARRIERS,
+    any_reaches,
+    barrier_arrive,
+    barrier_sync,
+    boundary,
+    declare_flag,
+    reciprocal,
+)
 from tileattn.backends.hopper.schedule import coordinates, grid_of, locate, next_tile, sequence_of
 from tileattn.backends.hopper.softmax import (
     NOTHING,
@@ -328,6 +336,7 @@ def attention_forward(
     K_EMPTIED: gl.constexpr = mode.BARRIERS + mode.WARPGROUPS
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + mode.STAGES
+    gl.static_assert(Q_EMPTIED + mode.SLOTS <= NAMED_BARRIERS, "more named barriers than there are")
     READERS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
     queue = make_queue(make_ring(q_desc, mode.SLOTS, mode.WARPGROUPS, mode.COLUMN_PARTS, Q_EMPTIED, READERS), mode)
     keys = make_ring(k_desc, mode.STAGES, 1, mode.COLUMN_PARTS, K_EMPTIED, READERS)

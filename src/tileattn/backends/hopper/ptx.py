@@ -1,10 +1,13 @@
 """What Gluon has no word for, in PTX. Every function is one instruction or two, and none knows an address.
 
-Of the 16 named barriers Triton uses the first, see first_barrier.
+Of the NAMED_BARRIERS Triton uses the first, see first_barrier.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+# Of a block. The assembler takes 16 for 0, which is Triton's, without a word; the kernel then dies as it runs.
+NAMED_BARRIERS = gl.constexpr(16)
 
 
 def first_barrier(partitions: int) -> int:
