@@ -363,13 +363,15 @@ def test_attention_chunk_shows_a_row_the_keys_of_its_chunk(chunk, options, rows)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("queries", ["padded", "packed"])
+@pytest.mark.parametrize("queries", ["padded", "packed", "packed like keys"])
 def test_attention_chunk_in_a_cache(chunk, queries):
     (q, k_cache, v_cache, k, v), lengths = cached()
     leftpad = torch.tensor([4, 0], dtype=torch.int32)
     cu = torch.tensor([0, 1, 4], dtype=torch.int32)
     first = [0, 0] if queries == "padded" else [2, 0]  # of q and k
-    where = {} if queries == "padded" else {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3}
+    where = {} if queries == "padded" else {"cu_seqlens_q": cu, "max_seqlen_q": 3}
+    if queries == "packed":
+        where["cu_seqlens_k_new"] = cu
     given = [x if queries == "padded" else torch.cat([x[0, 2:], x[1]]) for x in (q, k, v)]
     out = flash_attn_interface.flash_attn_with_kvcache(
         given[0], k_cache, v_cache, *given[1:], cache_seqlens=lengths, cache_leftpad=leftpad, causal=True,

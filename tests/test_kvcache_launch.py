@@ -110,3 +110,12 @@ def test_calls_with_other_ints_for_lengths_look_alike_on_a_gpu(monkeypatch):
             for seqlen in (-1, most + 1, True, 2.0):
                 with pytest.raises((TypeError, ValueError), match=r"cache_seqlens|rotary_cos"):
                     CacheProblem.of(q, k_cache, v_cache, new, new, cache_seqlens=seqlen, **turned)
+
+
+def test_an_int_for_lengths_may_fill_the_cache(monkeypatch):
+    monkeypatch.setattr(checks, "_checked", {})
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 4, 32, device="cuda")
+        k_cache, v_cache = (torch.empty(2, 64, 2, 32, device="cuda") for _ in range(2))
+        problems = [CacheProblem.of(q, k_cache, v_cache, cache_seqlens=seqlen)[0] for seqlen in (5, 62, 64)]
+        assert all(problem is problems[0] for problem in problems)

@@ -284,8 +284,8 @@ _checked: dict[Any, tuple[CacheProblem, bool]] = {}
 def _holds(problem: CacheProblem, seqlen: int, rotary_cos: Tensor | None) -> bool:
     """Whether each sequence may have seqlen keys before the call."""
     p = problem
-    positions = p.capacity if rotary_cos is None else rotary_cos.shape[0]
-    return 0 <= seqlen <= p.capacity - p.seqlen_new and seqlen + max(p.seqlen_q, p.seqlen_new) <= positions
+    turned = rotary_cos is None or seqlen + max(p.seqlen_q, p.seqlen_new) <= rotary_cos.shape[0]
+    return 0 <= seqlen <= p.capacity - p.seqlen_new and turned
 
 
 def _filled(q: Tensor, batch: int, seqlen: int) -> Tensor:

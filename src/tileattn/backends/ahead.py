@@ -23,8 +23,8 @@ def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
     if not _running:
         _make_ready()
     thread = threading.Thread(target=run, name="tileattn-compile")
-    _running.add(thread)
     thread.start()
+    _running.add(thread)  # only now: others may wait, and nobody can for a thread that has not started
 
 
 def _make_ready() -> None:

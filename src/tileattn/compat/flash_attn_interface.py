@@ -197,7 +197,8 @@ def flash_attn_with_kvcache(
     options["window"] = without_wide(options["window"], capacity - 1, capacity if rows is None else rows - 1)
     if attention_chunk:
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        lens_q, lens_new = _lengths(q, cu_seqlens_q, batch), 0 if k is None else _lengths(k, cu_seqlens_k_new, batch)
+        cu_new = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
+        lens_q, lens_new = _lengths(q, cu_seqlens_q, batch), 0 if k is None else _lengths(k, cu_new, batch)
         cached = capacity if cache_seqlens is None else cache_seqlens
         lens_k = torch.zeros_like(lens_q) + cached + lens_new - (0 if cache_leftpad is None else cache_leftpad)
         longest = int(lens_q.max()) if rows is None else rows

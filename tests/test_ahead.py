@@ -1,0 +1,44 @@
+"""Kernels compiled in threads of their own."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tileattn.backends import ahead
+
+
+class Compiled:
+    def _init_handles(self):
+        pass
+
+
+def test_whoever_waits_while_a_thread_is_about_to_start_is_not_disturbed(monkeypatch):
+    """Another thread's backward may wait at any moment of this one's forward."""
+
+    class Thread(threading.Thread):
+        def start(self):
+            ahead.wait()
+            super().start()
+
+    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+    monkeypatch.setattr(threading, "Thread", Thread)
+    ahead.begin(torch.device("cpu"), Compiled)
+    ahead.wait()
+    assert not ahead._running
+
+
+def test_what_cannot_be_compiled_is_left_to_whoever_launches_it(monkeypatch):
+    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+    begun = threading.Event()
+
+    def fail():
+        begun.set()
+        raise RuntimeError("no such kernel")
+
+    ahead.begin(torch.device("cpu"), fail)
+    ahead.wait()
+    assert begun.is_set()
+    assert not ahead._running
