@@ -121,7 +121,7 @@ def reciprocal(x):
 def wait_for_turn(turn_ptr, turn):
     """Wait until the number in global memory is `turn`; what was added through TMA before it became so is there.
 
-    Fences are of global memory alone: one of all memory waits for whatever the multiprocessor has on its way.
+    The fence is of global memory alone, as in pass_turn: one of all memory compiles to a slow MEMBAR.ALL.GPU as well.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.b32 v, [$1]; setp.ne.s32 p, v, $2; @p bra again; "
