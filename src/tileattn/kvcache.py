@@ -163,7 +163,7 @@ class CacheProblem:
             dtype=q.dtype,
             device=q.device,
             page_size=k_cache.shape[1],
-            capacity=_capacity(k_cache, table),
+            capacity=capacity_of(k_cache, table),
             varlen=cu_seqlens_q is not None,
             has_mask=inputs.mask is not None,
             has_alibi=inputs.alibi_slopes is not None,
@@ -224,7 +224,7 @@ class CacheProblem:
         else:
             batch, seqlen_q = q.shape[:2]
         table = _check_table(block_table, cache_batch_idx, k_cache, batch)
-        capacity = _capacity(k_cache, table)
+        capacity = capacity_of(k_cache, table)
         cu_seqlens_k = _check_new(q, k, v, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens, batch)
         seqlen_new = k.shape[1] if k is not None and not varlen else 0
         lengths = _check_lengths(cache_seqlens, seqlen_new, cu_seqlens_k, capacity, batch, q.device)
@@ -313,7 +313,8 @@ def _metadata(tensors: CacheInputs, max_seqlen_q: int | None, *scalars: Any) -> 
     return key
 
 
-def _capacity(k_cache: Tensor, table: Tensor | None) -> int:
+def capacity_of(k_cache: Tensor, table: Tensor | None) -> int:
+    """How many keys a sequence may have."""
     return k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 

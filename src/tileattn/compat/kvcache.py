@@ -7,14 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.kvcache import _check_rotary
+from tileattn.kvcache import _check_rotary, capacity_of
 from tileattn.kvcache_api import attention_with_kvcache
 from tileattn.rotary import positions, rotate
-
-
-def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """How many keys a sequence may have."""
-    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def without_wide(window: tuple[int, int], left: int, right: int) -> tuple[int, int]:

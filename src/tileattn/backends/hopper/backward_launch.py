@@ -30,11 +30,12 @@ from tileattn.backends.hopper.launch import (
     sides_of,
     table_of,
 )
+from tileattn.backends.hopper.ptx import first_barrier
 from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
 
-FIRST_BARRIER = 6  # Triton's own come before; a kernel here has five partitions
+FIRST_BARRIER = first_barrier(5)  # partitions
 
 
 class BackwardTile(NamedTuple):

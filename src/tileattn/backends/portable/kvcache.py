@@ -22,7 +22,7 @@ from tileattn.backends.portable.device.rotary import Rotary
 from tileattn.backends.portable.kept import Kept
 from tileattn.backends.portable.launch import Launch, one_object_a_place, start
 from tileattn.backends.portable.tuning import Tile
-from tileattn.kvcache import Append, CacheInputs, CacheProblem
+from tileattn.kvcache import Append, CacheInputs, CacheProblem, capacity_of
 from tileattn.problem import Forward
 
 MIN_SPLIT = 256  # keys that are worth a program of their own
@@ -87,9 +87,9 @@ def supports(problem: CacheProblem) -> str | None:
 def append(append: Append) -> None:
     x = append
     packed = x.cu_seqlens_k is not None
-    num_pages, page_size, num_heads_k, _ = x.k_cache.shape
+    num_pages, _, num_heads_k, _ = x.k_cache.shape
     tokens, seqlen_new = x.k.shape[0] * (1 if packed else x.k.shape[1]), 1 if packed else x.k.shape[1]
-    capacity = page_size * (1 if x.table is None else x.table.shape[1])
+    capacity = capacity_of(x.k_cache, x.table)
     sizes = x.batch, x.seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, tokens
     tensors = *x[:7], *_of_equal_strides(x.rotary_cos, x.rotary_sin)
     if tokens:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tileattn import dispatch, ops
 from tileattn.api import attention, attention_varlen
-from tileattn.compat.kvcache import capacity_of, with_kvcache, without_wide
+from tileattn.compat.kvcache import with_kvcache, without_wide
 from tileattn.compat.packing import Packed, paged_rows, used_rows
+from tileattn.kvcache import capacity_of
 from tileattn.philox import keep_mask
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 from tileattn.reference import standard_attention
