@@ -4,9 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -29,3 +32,16 @@ def test_the_driver_gets_what_triton_would_have_given_it(tmp_path):
     compared, repeated = map(int, done.stdout.split())
     assert compared >= 2 * 3 * len(CALLS)
     assert repeated >= 3 * (len(CALLS) + 1)
+
+
+def test_every_thread_is_given_a_context_once(monkeypatch):
+    from tileattn.backends import entry
+
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: given.append((threading.get_ident(), device)))
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            used = pool.submit(lambda: (entry.need_context(), entry.need_context(), threading.get_ident())).result()[-1]
+        assert given.pop() == (used, "cuda")
+        assert not given
