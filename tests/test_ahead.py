@@ -42,3 +42,23 @@ def test_what_cannot_be_compiled_is_left_to_whoever_launches_it(monkeypatch):
     ahead.wait()
     assert begun.is_set()
     assert not ahead._running
+
+
+def test_no_more_is_compiled_at_a_time_than_a_machine_bears(monkeypatch):
+    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+    begun, done = [], threading.Event()
+
+    def compile_kernel():
+        begun.append(1)
+        done.wait()
+        return Compiled()
+
+    for _ in range(ahead.MOST + 3):
+        ahead.begin(torch.device("cpu"), compile_kernel)
+    done.set()
+    for thread in tuple(ahead._running):
+        thread.join()
+    ahead.begin(torch.device("cpu"), compile_kernel)
+    assert len(ahead._running) == 1, "threads that have ended are kept"
+    ahead.wait()
+    assert len(begun) == ahead.MOST + 1

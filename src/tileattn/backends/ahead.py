@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from triton.runtime import cache, driver
 
+MOST = 16  # kernels at a time, about those of two calls
 _running: set[threading.Thread] = set()
 
 
 def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
-    """Begin to compile a kernel, in a thread of its own, into Triton's cache of this process."""
+    """Begin to compile a kernel, in a thread of its own, into Triton's cache of this process; if too many are being
+    compiled, leave it to whoever launches it."""
 
     def run() -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device if device.type == "cuda" else -1):
             compile_kernel()._init_handles()  # also what launches it; whoever does so will see what is wrong
 
+    _running.difference_update([thread for thread in tuple(_running) if not thread.is_alive()])
+    if len(_running) >= MOST:
+        return
     if not _running:
         _make_ready()
     thread = threading.Thread(target=run, name="tileattn-compile")
