@@ -1,5 +1,8 @@
 """Attention with a cache: the CPU backend against the oracle, and what callers of attention_with_kvcache get."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cache_oracle import BASE, CASES, build, cache_cases, check
@@ -287,6 +290,22 @@ def test_refusals_name_the_argument_and_what_would_do(args, options, words, monk
     with pytest.raises((TypeError, ValueError)) as error:
         tileattn.attention_with_kvcache(*args, **options)
     assert words in str(error.value)
+
+
+def test_what_only_triton_could_serve_is_refused_in_words_where_there_is_none():
+    code = """
+import sys, torch
+sys.modules["triton"] = None
+import tileattn
+x = torch.empty(2, 3, 2, 16, device="meta")
+try:
+    tileattn.attention_with_kvcache(x, x, x, cache_seqlens=2)
+except ValueError as error:
+    assert "portable: needs Triton" in str(error), error
+else:
+    raise AssertionError("served")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_entries_of_a_table_that_are_not_in_use_may_hold_anything():

@@ -65,11 +65,18 @@ def _choose(problem: CacheProblem, backend: str | None) -> str:
         )
     refusals = {}
     for name in BACKENDS if backend is None else (backend,):
-        reason = load(name).supports(problem)
+        reason = _refusal(name, problem)
         if reason is None:
             return name
         refusals[name] = reason
     raise ValueError("no backend serves this call (" + "; ".join(f"{n}: {why}" for n, why in refusals.items()) + ")")
+
+
+def _refusal(name: str, problem: CacheProblem) -> str | None:
+    try:
+        return load(name).supports(problem)
+    except ImportError as error:  # no Triton on this platform
+        return f"needs Triton ({error})"
 
 
 _chosen = functools.lru_cache(maxsize=4096)(_choose)
