@@ -10,6 +10,13 @@ pytest.importorskip("triton")
 from tileattn.backends import ahead
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """With no driver, and no threads of other tests."""
+    ahead.wait()
+    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+
+
 class Compiled:
     def _init_handles(self):
         pass
@@ -23,15 +30,13 @@ def test_whoever_waits_while_a_thread_is_about_to_start_is_not_disturbed(monkeyp
             ahead.wait()
             super().start()
 
-    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
     monkeypatch.setattr(threading, "Thread", Thread)
     ahead.begin(torch.device("cpu"), Compiled)
     ahead.wait()
     assert not ahead._running
 
 
-def test_what_cannot_be_compiled_is_left_to_whoever_launches_it(monkeypatch):
-    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+def test_what_cannot_be_compiled_is_left_to_whoever_launches_it():
     begun = threading.Event()
 
     def fail():
@@ -44,8 +49,7 @@ def test_what_cannot_be_compiled_is_left_to_whoever_launches_it(monkeypatch):
     assert not ahead._running
 
 
-def test_no_more_is_compiled_at_a_time_than_a_machine_bears(monkeypatch):
-    monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+def test_no_more_is_compiled_at_a_time_than_a_machine_bears():
     begun, done = [], threading.Event()
 
     def compile_kernel():
