@@ -66,3 +66,12 @@ def test_no_more_is_compiled_at_a_time_than_a_machine_bears():
     assert len(ahead._running) == 1, "threads that have ended are kept"
     ahead.wait()
     assert len(begun) == ahead.MOST + 1
+
+
+def test_where_no_thread_is_to_be_had_nothing_fails(monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ahead.begin(torch.device("cpu"), Compiled)
+    ahead.wait()

@@ -1,5 +1,6 @@
 """Kernels that the Hopper backend keeps: for calls of other sizes they are what Triton would compile, without a GPU."""
 
+import concurrent.futures.thread
 import dataclasses
 
 import pytest
@@ -130,6 +131,21 @@ def test_a_counter_that_is_kept_comes_from_no_pool_of_this_thread(monkeypatch):
         other = schedule.counter_for(torch.device("cpu"), 2)
     assert (counter.dtype, counter.tolist(), other.tolist()) == (torch.int32, [0], [0])
     assert other.data_ptr() != counter.data_ptr()
+
+
+def test_a_counter_is_made_for_a_thread_that_outlives_the_main_one_too(monkeypatch):
+    """Executors take nothing any more by then."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(schedule, "_counters", {})
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    assert schedule.counter_for(torch.device("cpu"), 1).tolist() == [0]
+
+
+def test_what_keeps_a_counter_from_being_made_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(schedule, "_counters", {})
+    with pytest.raises(RuntimeError, match="nowhere"):
+        schedule.counter_for("nowhere", 1)
 
 
 def test_packed_sequences_of_all_lengths_share_a_kernel(launches):

@@ -25,11 +25,12 @@ def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
     _running.difference_update([thread for thread in tuple(_running) if not thread.is_alive()])
     if len(_running) >= MOST:
         return
-    if not _running:
-        _make_ready()
-    thread = threading.Thread(target=run, name="tileattn-compile")
-    thread.start()
-    _running.add(thread)  # only now: others may wait, and nobody can for a thread that has not started
+    with contextlib.suppress(RuntimeError):  # no thread is to be had: there are too many, or Python ends
+        if not _running:
+            _make_ready()
+        thread = threading.Thread(target=run, name="tileattn-compile")
+        thread.start()
+        _running.add(thread)  # only now: others may wait, and nobody can for a thread that has not started
 
 
 def _make_ready() -> None:

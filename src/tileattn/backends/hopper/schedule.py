@@ -8,7 +8,8 @@ fit into L2 together; packed sequences longest first, by a table made on the GPU
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -228,15 +229,18 @@ def counter_for(device: torch.device, stream: int) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=device)
     counter = _counters.get((device, stream))
     if counter is None:
-        with ThreadPoolExecutor(1) as other:
-            made = other.submit(_counter, device).result()
-        counter = _counters.setdefault((device, stream), made)  # another thread's, if that was quicker
+        made: Future[Tensor] = Future()
+        threading.Thread(target=_make_counter, args=(device, made)).start()
+        counter = _counters.setdefault((device, stream), made.result())  # another thread's, if that was quicker
     return counter
 
 
-def _counter(device: torch.device) -> Tensor:
+def _make_counter(device: torch.device, made: Future[Tensor]) -> None:
     """Copied, for a copy from the host has happened when it returns: any stream may use it."""
-    return torch.zeros(1, dtype=torch.int32, device="cpu").to(device)
+    try:
+        made.set_result(torch.zeros(1, dtype=torch.int32, device="cpu").to(device))
+    except Exception as error:
+        made.set_exception(error)
 
 
 class KeyGrid(NamedTuple):
