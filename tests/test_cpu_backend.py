@@ -292,6 +292,23 @@ raise SystemExit(os.waitpid(child, 0)[1])
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
+def test_works_in_a_thread_that_outlives_the_main_one():
+    """Executors take nothing any more by then."""
+    program = """
+import threading, torch
+from tileattn import attention
+torch.set_num_threads(2)
+q = torch.randn(1, 600, 4, 64)
+expected = attention(q, q, q)
+def late():
+    threading.main_thread().join()
+    print(torch.allclose(attention(q, q, q), expected, atol=1e-5))
+threading.Thread(target=late).start()
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
+    assert shown.strip() == "True"
+
+
 @pytest.mark.parametrize("missing", ["dout", "dlse"])
 def test_one_gradient_may_be_missing(missing):
     problem, inputs, dout, dlse = oracle.build(Case(sink=True, causal=True))

@@ -4,10 +4,11 @@ all cores. Operators and scripted functions release the GIL, so plain Python thr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,10 @@ def run(jobs: list[Job], threads: int) -> None:
     """Run jobs, first come first served, on so many threads, the caller's among them."""
     helpers = min(threads, sum(len(job.tasks) for job in jobs)) - 1
     queue = _Queue(jobs, torch.is_inference_mode_enabled())
+    futures: list[Future[None]] = []
     with _operators:
-        futures = [_pool(threads - 1).submit(queue.drain) for _ in range(helpers)]
+        with contextlib.suppress(RuntimeError):  # pools take nothing any more once the main thread has ended
+            futures.extend(_pool(threads - 1).submit(queue.drain) for _ in range(helpers))
         try:
             queue.drain()
         finally:
