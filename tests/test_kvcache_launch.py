@@ -75,7 +75,7 @@ def test_checks_of_a_call_are_remembered_by_all_that_they_look_at(monkeypatch):
         problem, inputs = CacheProblem.of(q, k_cache, v_cache, new, new, **options)
         assert len(checks._checked) == 1
         with monkeypatch.context() as patched:
-            patched.setattr(checks, "_check_caches", lambda *_: pytest.fail("checked again"))
+            patched.setattr(checks, "check_caches", lambda *_: pytest.fail("checked again"))
             again = CacheProblem.of(q + 1, k_cache, v_cache, new, new, **options)
         assert again[0] is problem
         assert [x is y for x, y in zip(again[1], inputs, strict=True)] == [False] + 14 * [True]

@@ -17,7 +17,7 @@ from tileattn.compat.chunks import chunked, chunked_cache
 from tileattn.compat.flash_attn.flash_attn_interface import _options
 from tileattn.compat.kvcache import with_kvcache, without_wide
 from tileattn.compat.packing import Packed, used_rows
-from tileattn.kvcache import capacity_of
+from tileattn.kvcache_checks import capacity_of
 
 
 def flash_attn_func(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.kvcache import _check_rotary, capacity_of
 from tileattn.kvcache_api import attention_with_kvcache
+from tileattn.kvcache_checks import capacity_of, check_rotary
 from tileattn.rotary import positions, rotate
 
 
@@ -44,7 +44,7 @@ def with_kvcache(
         cu_q = options.get("cu_seqlens_q")
         cu_k = options.get("cu_seqlens_k", cu_q)
         rows: tuple[Any, Any] = (q.shape[1], k.shape[1]) if cu_q is None else (cu_q, cu_k)
-        _check_rotary(cos, sin, q, k, start, rows[0] if advancing else 1, rows[1])
+        check_rotary(cos, sin, q, k, start, rows[0] if advancing else 1, rows[1])
         last = cos.shape[0] - 1  # on a GPU positions are not looked at
         at = positions(q, start, cu_q, advancing).clamp(0, last)
         q = rotate(q, cos[at], sin[at], interleaved)

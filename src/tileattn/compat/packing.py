@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tileattn.kvcache import _check_pages, _readable
+from tileattn.kvcache_checks import check_pages, readable
 
 
 class Packed(NamedTuple):
@@ -23,7 +23,7 @@ def paged_rows(packed: Packed, block_table: Tensor) -> Packed:
     """k and v given as pages (num_pages, page_size, heads, head_dim), and which pages each sequence has, brought
     together in the order of the sequences. Copies them, and waits for a GPU."""
     k, v, cu_seqlens, _ = packed
-    _check_pages(block_table, cu_seqlens.diff(), 0, None, k)
+    check_pages(block_table, cu_seqlens.diff(), 0, None, k)
     page_size = k.shape[1]
     sequence, position = _places(cu_seqlens)
     page = block_table[sequence, position // page_size].long()
@@ -38,7 +38,7 @@ def used_rows(packed: Packed, leftpad: Tensor | None, seqused: Tensor | None) ->
         stops = starts + seqused
     if leftpad is not None:
         starts = starts + leftpad
-    if _readable(starts, stops) and ((stops < starts) | (stops > packed.cu_seqlens[1:])).any():
+    if readable(starts, stops) and ((stops < starts) | (stops > packed.cu_seqlens[1:])).any():
         raise ValueError(
             f"seqused, leftpad: rows {starts.tolist()} to {stops.tolist()} are not within the sequences, whose rows "
             f"start and end at {packed.cu_seqlens.tolist()}"

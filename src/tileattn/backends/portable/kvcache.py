@@ -22,7 +22,8 @@ from tileattn.backends.portable.device.rotary import Rotary
 from tileattn.backends.portable.kept import Kept
 from tileattn.backends.portable.launch import Launch, one_object_a_place, start
 from tileattn.backends.portable.tuning import Tile
-from tileattn.kvcache import Append, CacheInputs, CacheProblem, capacity_of
+from tileattn.kvcache import Append, CacheInputs, CacheProblem
+from tileattn.kvcache_checks import capacity_of
 from tileattn.problem import Forward
 
 MIN_SPLIT = 256  # keys that are worth a program of their own

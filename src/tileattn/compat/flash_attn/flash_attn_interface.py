@@ -17,7 +17,7 @@ from tileattn import dispatch, ops
 from tileattn.api import attention, attention_varlen
 from tileattn.compat.kvcache import with_kvcache, without_wide
 from tileattn.compat.packing import Packed, paged_rows, used_rows
-from tileattn.kvcache import capacity_of
+from tileattn.kvcache_checks import capacity_of
 from tileattn.philox import keep_mask
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 from tileattn.reference import standard_attention
