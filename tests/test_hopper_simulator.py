@@ -123,7 +123,7 @@ FAULTS = {
 
 PACKED_FAULTS = {
     "a sequence's end is not minded": ("schedule", "gl.minimum(gl.maximum(length - row, 0), ROWS)", "ROWS"),
-    "tiles are counted from the first sequence": ("schedule", "tile - gl.load(entry), 0)", "tile, 0)"),
+    "tiles are counted from the first sequence": ("schedule", "tile - first_tile, 0)", "tile, 0)"),
     "a program has no tile": (
         "schedule",
         "gl.maximum(gl.load(table_ptr + sequences), gl.num_programs(0))",

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from cache_oracle import BASE, CASES, build
-from test_portable_launch import Launches
+from test_portable_launch import Launches, expect_repeats_as_fresh
 from torch._subclasses import FakeTensorMode
 
 from tileattn import kvcache as checks
@@ -49,18 +49,7 @@ def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
     launches = Launches()
     monkeypatch.setattr(portable, "start", launches.start)
     monkeypatch.setattr(portable, "_table_for", lambda device, dtype: portable.HOPPER)
-    every, fresh = calls(), {}
-    for name, call in every.items():
-        portable._alike.cache_clear()
-        fresh[name] = run(call, launches)
-    for order in (list(every), list(reversed(every))):
-        portable._alike.cache_clear()
-        for name in 2 * order:
-            assert run(every[name], launches) == fresh[name], name
-        launches.fresh = 0
-        for name in order:
-            run(every[name], launches)
-        assert launches.fresh == 0
+    expect_repeats_as_fresh(calls(), run, launches, portable._alike.cache_clear)
     portable._alike.cache_clear()
 
 

@@ -124,23 +124,29 @@ def calls():
     return found
 
 
-def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
-    launches = Launches()
-    monkeypatch.setattr(launch, "start", launches.start)
-    monkeypatch.setattr(portable.tuning, "table_for", lambda device, dtype: portable.tuning.HOPPER)
-    portable.tuning._lookup.cache_clear()
-    every, fresh = calls(), {}
+def expect_repeats_as_fresh(every, run, launches, forget):
+    """Calls by name: whatever came before, run(call, launches) gives what it gives once everything is forgotten, and
+    calls that were seen twice need nothing from Triton."""
+    fresh = {}
     for name, call in every.items():
-        launch._kept.cache_clear()
+        forget()
         fresh[name] = run(call, launches)
     for order in (list(every), list(reversed(every))):
-        launch._kept.cache_clear()
+        forget()
         for name in 2 * order:
             assert run(every[name], launches) == fresh[name], name
         launches.fresh = 0
         for name in order:
             run(every[name], launches)
         assert launches.fresh == 0
+
+
+def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(launch, "start", launches.start)
+    monkeypatch.setattr(portable.tuning, "table_for", lambda device, dtype: portable.tuning.HOPPER)
+    portable.tuning._lookup.cache_clear()
+    expect_repeats_as_fresh(calls(), run, launches, launch._kept.cache_clear)
     portable.tuning._lookup.cache_clear()
 
 

@@ -105,17 +105,24 @@ def sequence_of(tile, sequence, table_ptr, grid, mode):
 
 
 @gluon.jit
+def _ranked(entry, sequences):
+    """A sequence of the table: its first tile, its place in the batch, the first row and the number of what tiles are
+    made of, and of what they visit."""
+    batch = gl.load(entry + (sequences + 1))
+    first = gl.load(entry + (sequences + 1) * 2)
+    length = gl.load(entry + (sequences + 1) * 3)
+    first_visited = gl.load(entry + (sequences + 1) * 4)
+    visited = gl.load(entry + (sequences + 1) * 5)
+    return gl.load(entry), batch, first, length, first_visited, visited
+
+
+@gluon.jit
 def locate(tile, sequence, table_ptr, grid, mode):
     """The Work that a tile's number stands for. There are MASKED blocks at least, be they all hidden."""
     packs = grid.num_heads // mode.PACK
     if mode.VARLEN:
-        entry = table_ptr + sequence
-        batch = gl.load(entry + (grid.sequences + 1))
-        first_q = gl.load(entry + (grid.sequences + 1) * 2)
-        seqlen_q = gl.load(entry + (grid.sequences + 1) * 3)
-        first_k = gl.load(entry + (grid.sequences + 1) * 4)
-        seqlen_k = gl.load(entry + (grid.sequences + 1) * 5)
-        tile = gl.where(sequence < grid.sequences, tile - gl.load(entry), 0)
+        first_tile, batch, first_q, seqlen_q, first_k, seqlen_k = _ranked(table_ptr + sequence, grid.sequences)
+        tile = gl.where(sequence < grid.sequences, tile - first_tile, 0)
         all_heads = packs
     else:
         first_q = grid.num_heads * 0
@@ -296,13 +303,8 @@ def locate_keys(tile, sequence, table_ptr, grid, mode):
     """
     heads_k = grid.num_heads // grid.group
     if mode.VARLEN:
-        entry = table_ptr + sequence
-        batch = gl.load(entry + (grid.sequences + 1))
-        first_k = gl.load(entry + (grid.sequences + 1) * 2)
-        seqlen_k = gl.load(entry + (grid.sequences + 1) * 3)
-        first_q = gl.load(entry + (grid.sequences + 1) * 4)
-        seqlen_q = gl.load(entry + (grid.sequences + 1) * 5)
-        tile -= gl.load(entry)
+        first_tile, batch, first_k, seqlen_k, first_q, seqlen_q = _ranked(table_ptr + sequence, grid.sequences)
+        tile -= first_tile
         all_heads = heads_k
     else:
         first_q = grid.num_heads * 0
