@@ -1,6 +1,6 @@
-"""A few small calls, forward and backward, for compute-sanitizer to watch: make gpu-sanitize.
+"""Small calls that run every kernel, for compute-sanitizer to watch: make gpu-sanitize.
 
-python tests/sanitize.py [BACKEND ...]; without any, all that the GPU has.
+python tests/sanitize.py [PART ...]: portable, hopper, cache; without any, all that the GPU has.
 """
 
 import os
@@ -13,11 +13,15 @@ import torch
 import tileattn
 from tileattn.backends import hopper
 
-# (seqlen_q, seqlen_k), head_dim, options
-CALLS = [
-    ((70, 130), 64, {"causal": True}),
-    ((200, 129), 128, {}),
-    ((65, 65), 80, {"window": (20, 5), "softcap": 5.0}),
+# (seqlen_q, seqlen_k), heads, head_dim, options
+DENSE = [
+    ((70, 130), 2, 64, {"causal": True}),
+    ((200, 129), 2, 128, {}),
+    ((65, 65), 2, 80, {"window": (20, 5), "softcap": 5.0}),
+]
+OF_HOPPER = [
+    ((100, 300), 2, 256, {"deterministic": True}),
+    ((2048, 2048), 26, 64, {}),  # three warpgroups
 ]
 
 
@@ -25,30 +29,66 @@ def tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def main(backends: list[str]) -> None:
-    if not backends:
-        backends = ["portable"] + ["hopper"] * hopper._is_hopper(torch.device("cuda", 0))
-    for backend in backends:
-        for (seqlen_q, seqlen_k), head_dim, options in CALLS:
-            q, k, v = (
-                tensor(1, seqlen_q, 2, head_dim),
-                tensor(1, seqlen_k, 1, head_dim),
-                tensor(1, seqlen_k, 1, head_dim),
-            )
-            out = tileattn.attention(q, k, v, backend=backend, **options)
-            out.backward(torch.randn_like(out))
-            torch.cuda.synchronize()
-    if "portable" in backends:
-        packed_with_everything()
+def indices(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
-def packed_with_everything() -> None:
-    q, k, v = (tensor(75, 2, 64) for _ in range(3))
-    cu_seqlens = torch.tensor([0, 40, 40, 75], device="cuda", dtype=torch.int32)
-    extras = {"bias": tensor(2, 1, 40), "sink": tensor(2), "alibi_slopes": tensor(2), "dropout_p": 0.2}
-    out = tileattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 40, 40, causal=True, backend="portable", **extras)
+def differentiate(out: torch.Tensor) -> None:
     out.backward(torch.randn_like(out))
     torch.cuda.synchronize()
+
+
+def dense(backend: str) -> None:
+    for (seqlen_q, seqlen_k), heads, head_dim, options in DENSE + OF_HOPPER * (backend == "hopper"):
+        q, k, v = (tensor(1, n, h, head_dim) for n, h in ((seqlen_q, heads), (seqlen_k, 1), (seqlen_k, 1)))
+        differentiate(tileattn.attention(q, k, v, backend=backend, **options))
+
+
+def with_mods() -> None:
+    """Through lists of the tiles that a block mask shows."""
+    q, k, v = (tensor(1, 130, 2, 64) for _ in range(3))
+    block_mask = tileattn.BlockMask.from_blocks(torch.ones(3, 3, device="cuda").tril() > 0, (64, 64))
+    mods = {"block_mask": block_mask, "score_mod": distance, "mask_mod": causal}
+    differentiate(tileattn.attention(q, k, v, backend="portable", **mods))
+
+
+def distance(score, _b, _h, row, col):
+    return score - 0.01 * (row - col)
+
+
+def causal(_b, _h, row, col):
+    return row >= col
+
+
+def packed(backend: str) -> None:
+    q, k, v = (tensor(165, 2, 64) for _ in range(3))
+    cu_seqlens, options = indices(0, 90, 90, 165), {"causal": True, "sink": tensor(2)}
+    if backend == "portable":
+        options |= {"bias": tensor(2, 1, 90), "alibi_slopes": tensor(2), "dropout_p": 0.2}
+    differentiate(tileattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 90, 90, backend=backend, **options))
+
+
+@torch.no_grad()
+def cache() -> None:
+    """One token a sequence, whose keys are split, then a chunk; appended to pages, rotated."""
+    (k_cache, v_cache), table = [tensor(12, 64, 1, 128) for _ in range(2)], indices(*range(12)).view(2, 6)
+    rotary = {"rotary_cos": tensor(384, 64), "rotary_sin": tensor(384, 64)}
+    for tokens, lengths, options in ((1, (300, 7), {"split_size": 128}), (130, (200, 7), {})):
+        q, k, v = (tensor(2, tokens, heads, 128) for heads in (8, 1, 1))
+        of_cache = {"cache_seqlens": indices(*lengths), "block_table": table, "causal": True}
+        tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **of_cache, **rotary, **options)
+        torch.cuda.synchronize()
+
+
+def main(parts: list[str]) -> None:
+    for part in parts or ["portable", "cache"] + ["hopper"] * hopper._is_hopper(torch.device("cuda", 0)):
+        if part == "cache":
+            cache()
+        else:
+            dense(part)
+            packed(part)
+        if part == "portable":
+            with_mods()
 
 
 if __name__ == "__main__":
