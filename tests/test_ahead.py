@@ -1,6 +1,7 @@
 """Kernels compiled in threads of their own."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +12,24 @@ from tileattn.backends import ahead
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """With no driver, and no threads of other tests."""
+def launchers(monkeypatch):
+    """With no driver, and no threads of other tests. Returns what launchers are made of."""
     ahead.wait()
+    made = []
+    active = SimpleNamespace(launcher_cls=lambda *described: made.append(described))
+    monkeypatch.setattr(ahead, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(ahead, "_make_ready", lambda: None)
+    return made
 
 
 class Compiled:
-    def _init_handles(self):
-        pass
+    src, metadata = "source", "metadata"
+
+
+def test_a_kernel_is_compiled_and_what_launches_it_too(launchers):
+    ahead.begin(torch.device("cpu"), Compiled)
+    ahead.wait()
+    assert launchers == [("source", "metadata")]
 
 
 def test_whoever_waits_while_a_thread_is_about_to_start_is_not_disturbed(monkeypatch):

@@ -1,5 +1,8 @@
 """The public functions on a GPU, whoever serves them: repeated calls, threads, graphs, torch.compile. pytest -m gpu"""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -113,6 +116,37 @@ def test_forward_and_backward_in_a_cuda_graph(backend):
     graph.replay()
     for got, x in zip(captured, want, strict=True):
         assert torch.equal(got, x)
+
+
+CAPTURE_WHILE_COMPILING = """
+import sys, threading, torch, tileattn
+from tileattn.backends import ahead
+
+capturing, begin, begun = threading.Event(), ahead.begin, []
+
+def begin_late(device, compile_kernel):
+    begin(device, lambda: capturing.wait() and compile_kernel())
+    begun.append(compile_kernel)
+
+ahead.begin = begin_late
+q, k, v = (torch.randn(2, 160, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+want = tileattn.attention(q, k, v, backend=sys.argv[1])
+graph = torch.cuda.CUDAGraph()
+with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="global"):
+    capturing.set()
+    ahead.wait()
+    out = tileattn.attention(q, k, v, backend=sys.argv[1])
+graph.replay()
+assert torch.equal(out, want)
+assert len(begun) >= 2
+want.backward(torch.ones_like(want))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_may_be_compiled_ahead_while_a_graph_is_captured(backend, tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", CAPTURE_WHILE_COMPILING, backend], env=environment, check=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,11 +16,13 @@ _running: set[threading.Thread] = set()
 
 def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
     """Begin to compile a kernel, in a thread of its own, into Triton's cache of this process; if too many are being
-    compiled, leave it to whoever launches it."""
+    compiled, leave it to whoever launches it. So is loading it, which a CUDA graph that is being captured somewhere
+    may not bear."""
 
     def run() -> None:
         with contextlib.suppress(Exception), torch.cuda.device(device if device.type == "cuda" else -1):
-            compile_kernel()._init_handles()  # also what launches it; whoever does so will see what is wrong
+            compiled = compile_kernel()  # whoever launches it will see what is wrong
+            driver.active.launcher_cls(compiled.src, compiled.metadata)  # which gcc compiles, into a cache as well
 
     _running.difference_update([thread for thread in tuple(_running) if not thread.is_alive()])
     if len(_running) >= MOST:
