@@ -143,6 +143,42 @@ def test_function_transforms_are_refused_where_attention_would_be_transformed(tr
     assert out.isfinite().all()
 
 
+def test_gradients_of_many_vectors_at_once_are_refused():
+    q, k, v = qkv()
+    out = tileattn.attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape, dtype=out.dtype), is_grads_batched=True)
+
+
+class Wrapper(torch.Tensor):
+    """Around memory that is not its own, as what a collective operation will have sent."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, strides=inside.stride(), dtype=inside.dtype)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*[x.inside if isinstance(x, Wrapper) else x for x in args], **(kwargs or {}))
+
+
+def test_a_gradient_may_be_a_wrapper_of_the_one_that_kernels_read(monkeypatch):
+    q, k, v = qkv()
+    out, lse = tileattn.attention(q, k, v, return_lse=True)
+    backward, seen = cpu.backward, []
+    monkeypatch.setattr(cpu, "backward", lambda *args: seen.append((type(args[3]), type(args[4]))) or backward(*args))
+    douts = [torch.randn_like(x) for x in (out, lse)]
+    want, got = (
+        torch.autograd.grad((out, lse), (q, k, v), grads, retain_graph=True)
+        for grads in (douts, [Wrapper(x) for x in douts])
+    )
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert seen == [(torch.Tensor, torch.Tensor)] * 2
+
+
 def test_gradcheck_of_every_input_at_once():
     options = everything()
     learnable = [name for name in options if name in ("bias", "alibi_slopes", "sink")]

@@ -39,6 +39,7 @@ def cu(*values, dtype=torch.int32):
 meta = torch.empty(B, SK, HK, D, device="meta")
 nan, inf = math.nan, math.inf
 far = torch.empty(SQ, device="meta")
+RAGGED = torch.nested.nested_tensor([torch.ones(n, H, D) for n in (2, 3)], layout=torch.jagged)
 MASK_MOD = tileattn.trace_mask_mod(lambda b, h, row, col: row >= col)
 BLOCKS = BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128)
 OF_MOD = BlockMask.from_mod(MASK_MOD, None, None, SQ, SK, 4)
@@ -46,6 +47,9 @@ OF_MOD = BlockMask.from_mod(MASK_MOD, None, None, SQ, SK, 4)
 WRONG = [
     # q, k, v
     (dense(q=[[1.0]]), TypeError, r"q: got list, expected a torch.Tensor"),
+    (dense(k=torch.ones(B, SK, HK, D).to_sparse()), TypeError, r"k: a tensor of layout torch.sparse_coo, expected a de"),
+    (dense(q=RAGGED), TypeError, r"q: a tensor of layout nested \(torch.jagged\), .*attention_varlen"),
+    (dense(mask=torch.ones(SQ, SK, dtype=torch.bool).to_sparse()), TypeError, r"mask: a tensor of layout torch.spars"),
     (dense(q=torch.randn(SQ, H, D)), ValueError, r"q: got 3 dims with shape \(5, 4, 8\), expected 4: \(batch, seqlen"),
     (dense(v=torch.randn(B, SK, HK, DV, 1)), ValueError, r"v: got 5 dims"),
     (dense(q=torch.ones(B, SQ, H, D, dtype=torch.int32)), TypeError, r"q: dtype torch.int32 is not supported; use fl"),

@@ -21,6 +21,10 @@ def unit_last_stride(x: Tensor) -> Tensor:
 def check_tensor(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if x.is_nested or x.layout != torch.strided:
+        kind = f"nested ({x.layout})" if x.is_nested else str(x.layout)
+        hint = "; attention_varlen takes sequences of different lengths" if x.is_nested else ""
+        raise TypeError(f"{name}: a tensor of layout {kind}, expected a dense one{hint}")
     return x
 
 

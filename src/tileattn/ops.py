@@ -42,16 +42,12 @@ _lib.define(
 def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     """Differentiable forward of a checked problem. It goes straight to the backend where nobody would see the operator:
     two passes through the dispatcher, with arguments this many, take longer than all the rest of a call."""
-    if _observed(inputs):
+    if may_be_observed(inputs[:-2]):
         return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
     refuse_tangents(inputs[:-2])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
         return Forward(*_attend(problem, inputs, backend, observed=False))
     return dispatch.load(backend).forward(problem, inputs)
-
-
-def _observed(inputs: Inputs) -> bool:
-    return may_be_observed(inputs[:-2])
 
 
 def may_be_observed(tensors: Iterable[Any]) -> bool:
@@ -80,7 +76,7 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
 
 def _refuse_transforms(*_: Any) -> None:
     raise NotImplementedError(
-        "tileattn: function transforms (torch.func.grad, vjp, jacrev, vmap) are not supported; use "
+        "tileattn: function transforms (torch.func.grad, vjp, jacrev, vmap; is_grads_batched) are not supported; use "
         "torch.autograd.grad, and put what is mapped over into the batch"
     )
 
@@ -225,7 +221,10 @@ class _Attention(torch.autograd.Function):
         inputs = Inputs._make((*saved[:middle], tuple(saved[middle:end]), tuple(saved[end:])))
         wanted = Wanted(*ctx.needs_input_grad[4:])
         gradients: tuple[Tensor | None, ...]
-        if torch.is_grad_enabled() or _observed(inputs):
+        for x in (dout, dlse):
+            if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+                _refuse_transforms()
+        if torch.is_grad_enabled() or may_be_observed((*inputs[:-2], dout, dlse)):
             flat = _flat(ctx.problem, inputs, ctx.backend)
             got = torch.ops.tileattn.attention_backward.default(dout, dlse, out, lse, *flat, wanted)
             gradients = tuple([g if w else None for g, w in zip(got, wanted, strict=True)])

@@ -265,13 +265,13 @@ def _all_none(*arguments: Any) -> bool:
 
 
 def _lookup(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> tuple[Any, Problem | None]:
-    """All that checks of such a call look at, and what they found; None where that has no hash (symbolic sizes, a
-    window in a list)."""
+    """All that checks of such a call look at, and what they found; None where there is none (a sparse tensor has no
+    strides), or it has no hash (symbolic sizes, a window in a list)."""
     try:
         strides = (q.stride(), k.stride(), v.stride())
         key = (q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scalars)
         return key, _checked.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None, None
 
 
