@@ -57,17 +57,19 @@ class _AfterImport:
     """A meta path finder that finds nothing itself and calls `then` with module `name` once it has been imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
+        self.name, self.then, self.asking = name, then, False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.asking:
             return None
-        sys.meta_path.remove(self)
+        self.asking = True
         spec = importlib.util.find_spec(name)
+        self.asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_then(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
                 execute(module)
                 self.then(module)
 
