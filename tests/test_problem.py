@@ -47,7 +47,7 @@ OF_MOD = BlockMask.from_mod(MASK_MOD, None, None, SQ, SK, 4)
 WRONG = [
     # q, k, v
     (dense(q=[[1.0]]), TypeError, r"q: got list, expected a torch.Tensor"),
-    (dense(k=torch.ones(B, SK, HK, D).to_sparse()), TypeError, r"k: a tensor of layout torch.sparse_coo, expected a de"),
+    (dense(k=torch.ones(B, SK, HK, D).to_sparse()), TypeError, r"k: a tensor of layout torch.sparse_coo, expected"),
     (dense(q=RAGGED), TypeError, r"q: a tensor of layout nested \(torch.jagged\), .*attention_varlen"),
     (dense(mask=torch.ones(SQ, SK, dtype=torch.bool).to_sparse()), TypeError, r"mask: a tensor of layout torch.spars"),
     (dense(q=torch.randn(SQ, H, D)), ValueError, r"q: got 3 dims with shape \(5, 4, 8\), expected 4: \(batch, seqlen"),
