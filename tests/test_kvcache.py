@@ -50,6 +50,16 @@ def test_the_api_appends_and_attends():
     torch.testing.assert_close(again, pair.out)
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_default_device_does_not_matter(page_size):
+    """Tensors say where a call is computed: also with torch.set_default_device("cuda")."""
+    case = BASE.but(new=2, seqlen_q=2, causal=True, page_size=page_size, rotary_dim=16, alibi=True)
+    call, alike = build(case), build(case)
+    with torch.device("meta"):
+        got = tileattn.attention_with_kvcache(*call.args, **call.options)
+    assert torch.equal(got, tileattn.attention_with_kvcache(*alike.args, **alike.options))
+
+
 def test_sequences_may_be_chosen_from_a_table_of_more():
     (q, k_cache, v_cache, _, _), options = build(BASE.but(page_size=16))
     expected = tileattn.attention_with_kvcache(q, k_cache, v_cache, **options)

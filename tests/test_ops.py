@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tileattn
 from tileattn import ops
 from tileattn.backends import cpu
-from tileattn.problem import Problem
+from tileattn.backends.cpu import scores
+from tileattn.problem import Problem, Wanted
 
 B, SQ, SK, H, HK, D, DV = 2, 33, 47, 4, 2, 16, 8
 FORWARD, BACKWARD = torch.ops.tileattn.attention_forward.default, torch.ops.tileattn.attention_backward.default
@@ -93,6 +94,21 @@ def test_a_backend_gets_the_same_by_way_of_the_operator_or_not(kind, monkeypatch
         for x, y in zip(got_inputs, inputs, strict=True):
             assert type(x) is type(y)
     assert len(got) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "everything", "packed", "mods"])
+def test_a_default_device_does_not_matter(kind):
+    """Tensors say where a call is computed: also with torch.set_default_device("cuda")."""
+    problem, inputs = call_of(kind)
+    for tile in (scores._window_tile, scores._distance_tile):
+        tile.cache_clear()
+    with torch.device("meta"):
+        got = cpu.forward(problem, inputs)
+        gradients = cpu.backward(problem, inputs, got, got.out, None, Wanted())
+    want = cpu.forward(problem, inputs)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    expected = cpu.backward(problem, inputs, want, want.out, None, Wanted())
+    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True) if x is not None)
 
 
 def test_whoever_looks_sees_the_operators():

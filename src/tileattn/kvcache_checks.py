@@ -121,8 +121,8 @@ def check_pages(
     if not readable(table, lengths, cu_seqlens_k):
         return
     num_pages, page_size = k_cache.shape[:2]
-    ends = torch.as_tensor(lengths).expand(table.shape[0]) + new_lengths(seqlen_new, cu_seqlens_k)
-    in_use = torch.arange(table.shape[1]) * page_size < ends[:, None]
+    ends = torch.as_tensor(lengths, device="cpu").expand(table.shape[0]) + new_lengths(seqlen_new, cu_seqlens_k)
+    in_use = torch.arange(table.shape[1], device="cpu") * page_size < ends[:, None]
     outside = in_use & ((table < 0) | (table >= num_pages))
     if outside.any():
         b, i = outside.nonzero()[0].tolist()
@@ -278,7 +278,7 @@ def check_rotary(
         return
     for each in rows:
         count = each.diff() if isinstance(each, Tensor) else each
-        stops = torch.as_tensor((lengths + count) * (count > 0))
+        stops = torch.as_tensor((lengths + count) * (count > 0), device="cpu")
         if stops.numel() and stops.max() > cos.shape[0]:
             last = int(stops.max()) - 1
             raise ValueError(f"rotary_cos: {cos.shape[0]} positions, but the last of q or k is at position {last}")

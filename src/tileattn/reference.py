@@ -137,8 +137,8 @@ def _dense(problem: Problem, inputs: Inputs, dtype: torch.dtype | None, first_ba
     dropped = probs
     if problem.dropout_p > 0.0:
         batch, heads = q.shape[:2]
-        index = torch.arange(first_batch, first_batch + batch), torch.arange(heads), torch.arange(seqlen_q)
-        b, h, r = (x.to(q.device) for x in index)
+        index = range(first_batch, first_batch + batch), range(heads), range(seqlen_q)
+        b, h, r = (torch.arange(x.start, x.stop, device=q.device) for x in index)
         keep = keep_mask(
             int(inputs.dropout_seed.item()), problem.dropout_p, b[:, None, None], h[:, None], r, range(seqlen_k)
         )

@@ -85,7 +85,7 @@ def _forward(
     options = _options(is_causal, window_size_left, window_size_right, scale) | {"alibi_slopes": alibi_slopes}
     rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if dropout_p > 0.0:
-        torch.randint(-(2**63), 2**63 - 1, (1,), out=rng_state[:1])
+        torch.randint(-(2**63), 2**63 - 1, (1,), out=rng_state[:1], device=query.device)
     if cum_seq_q is None:
         if seqused_k is not None or block_table is not None:
             raise NotImplementedError("tileattn: seqused_k and block_table need packed queries (cum_seq_q)")

@@ -84,12 +84,13 @@ def _scores_in_blocks(problem: Problem, blocks: Tensor, b: int, seqlen_q: int, s
     """Scores of one sequence, all heads, that the window shows and the block mask does not skip."""
     m, n = problem.block_size
     blocks = blocks[min(b, blocks.shape[0] - 1)].cpu()  # [num_heads or 1, q_blocks, k_blocks]
-    rows, starts = torch.arange(seqlen_q), torch.arange(blocks.shape[2]) * n
+    rows, starts = torch.arange(seqlen_q, device="cpu"), torch.arange(blocks.shape[2], device="cpu") * n
     first = rows + (seqlen_k - seqlen_q) - (problem.window_left if problem.window_left >= 0 else seqlen_q + seqlen_k)
     last = rows + (seqlen_k - seqlen_q) + (problem.window_right if problem.window_right >= 0 else seqlen_q + seqlen_k)
     begin = torch.maximum(first.clamp(min=0)[:, None], starts)
     end = torch.minimum((last + 1).clamp(max=seqlen_k)[:, None], starts + n)
-    shown = torch.zeros(blocks.shape[1:], dtype=torch.int64).index_add_(0, rows // m, (end - begin).clamp(min=0))
+    shown = torch.zeros(blocks.shape[1:], dtype=torch.int64, device="cpu")
+    shown.index_add_(0, rows // m, (end - begin).clamp(min=0))
     return int(((blocks > 0) * shown).expand(problem.num_heads, -1, -1).sum())
 
 

@@ -116,7 +116,7 @@ def _keys(inputs: CacheInputs, sequence: _Sequence, stack: Stack, cols: range) -
             page = sequence.batch if inputs.table is None else int(inputs.table[sequence.batch, 0])
             rows = of_heads[min(max(page, 0), len(cache) - 1), positions.start : positions.stop]
         else:
-            position = torch.arange(positions.start, positions.stop)
+            position = torch.arange(positions.start, positions.stop, device="cpu")
             rows = of_heads[_place(cache, inputs.table, torch.full_like(position, sequence.batch), position)]
         found.append(rows.transpose(0, 1)[None] if stack.lead else rows[:, 0])
     return found[0], found[1]
@@ -136,9 +136,9 @@ def _cut(cols: range, size: int) -> list[range]:
 def _tokens(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sequence, and row in it, of every token of (batch, rows, ..) or, with cu_seqlens, (total, ..)."""
     if cu_seqlens is None:
-        index = torch.arange(x.shape[0] * x.shape[1])
+        index = torch.arange(x.shape[0] * x.shape[1], device="cpu")
         return index // max(x.shape[1], 1), index % max(x.shape[1], 1)
-    index = torch.arange(x.shape[0])
+    index = torch.arange(x.shape[0], device="cpu")
     sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), index, right=True)
     return sequence, index - cu_seqlens[sequence]
 

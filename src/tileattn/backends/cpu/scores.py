@@ -129,7 +129,7 @@ class Scores:
 
     def _allowed(self, tile: Tile) -> Tensor:
         """Boolean, broadcasting to [batches, heads, cols, rows, group]: what masks and blocks let each row see."""
-        seen = torch.ones((), dtype=torch.bool)
+        seen = torch.ones((), dtype=torch.bool, device="cpu")
         if self.mask is not None:
             seen = _part(self.mask, tile).permute(0, 1, 4, 3, 2)
         if self.stack.problem.mask_mod:
@@ -141,7 +141,7 @@ class Scores:
         """b, h, row and col of a tile as mods take them, broadcasting to [batches, heads, cols, rows, group]."""
         stack, group = self.stack, self.stack.problem.group
         heads = range(stack.heads.start * group, stack.heads.stop * group)
-        of = [torch.arange(r.start, r.stop, dtype=torch.int32) for r in (stack.batches, heads, tile.rows, tile.cols)]
+        of = [_indices(r, torch.int32) for r in (stack.batches, heads, tile.rows, tile.cols)]
         return of[0].view(-1, 1, 1, 1, 1), of[1].view(-1, 1, 1, group), of[2].view(-1, 1), of[3].view(-1, 1, 1)
 
     def _five(self, x: Tensor, tile: Tile) -> Tensor:
@@ -175,8 +175,8 @@ class Scores:
             return None
         stack = self.stack
         group = stack.problem.group
-        heads = torch.arange(stack.heads.start * group, stack.heads.stop * group).view(-1, 1, group)
-        batch, rows = (torch.arange(r.start, r.stop) for r in (stack.batches, tile.rows))
+        heads = _indices(range(stack.heads.start * group, stack.heads.stop * group)).view(-1, 1, group)
+        batch, rows = (_indices(r) for r in (stack.batches, tile.rows))
         seed = int(self.inputs.dropout_seed.item())
         kept = keep_mask(seed, p, batch[:, None, None, None], heads, rows[:, None], tile.cols)
         # [batches, heads, rows, group, cols]
@@ -213,15 +213,19 @@ def _part(x: Tensor, tile: Tile) -> Tensor:
     return x
 
 
+def _indices(r: range, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.arange(r.start, r.stop, dtype=dtype, device="cpu")
+
+
 @functools.lru_cache(maxsize=16)
 def _window_tile(rows: int, cols: int, left: int, right: int, group: int, dtype: torch.dtype) -> Tensor:
     """[cols, rows * group]: 0 where -left <= col - row <= right, -inf elsewhere."""
-    infinite = torch.full((cols, rows), float("-inf"), dtype=dtype)
+    infinite = torch.full((cols, rows), float("-inf"), dtype=dtype, device="cpu")
     return (infinite.triu(left + 1) + infinite.tril(-right - 1)).repeat_interleave(group, 1)
 
 
 @functools.lru_cache(maxsize=16)
 def _distance_tile(rows: int, cols: int, offset: int, group: int, dtype: torch.dtype) -> Tensor:
     """[cols, rows * group]: |col - row + offset|."""
-    distance = torch.arange(offset, offset + cols, dtype=dtype)[:, None] - torch.arange(rows, dtype=dtype)
+    distance = _indices(range(offset, offset + cols), dtype)[:, None] - _indices(range(rows), dtype)
     return distance.abs_().repeat_interleave(group, 1)

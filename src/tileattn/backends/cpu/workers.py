@@ -17,7 +17,7 @@ MIN_PARALLEL_WORK = 2**22  # multiply-adds; waking the workers costs about as mu
 
 # A tile is so large that malloc would return its pages to the system at every free. Having freed one larger block, it
 # keeps them.
-torch.empty(2**24, dtype=torch.uint8)
+torch.empty(2**24, dtype=torch.uint8, device="cpu")
 
 
 class Job(NamedTuple):

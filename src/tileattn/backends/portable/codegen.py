@@ -263,7 +263,7 @@ def _cast(x: Any, dtype: torch.dtype) -> str:
 def _cast_to(x: Any, dtype: torch.dtype) -> Any:
     """An explicit cast: to a float of fewer bits it rounds, and the value stays a float32."""
     if not isinstance(x, _Value):
-        return torch.tensor(x).to(dtype).item()
+        return torch.tensor(x, device="cpu").to(dtype).item()
     if not dtype.is_floating_point:
         return x._replace(code=_cast(x, dtype), dtype=dtype)
     code = _cast(x, FLOAT)
