@@ -5,10 +5,11 @@
 gpu-test:
 	python -m pytest -m gpu -q -n auto --dist worksteal
 
-# racecheck and initcheck see neither what orders Hopper's warps (mbarriers) nor what TMA writes: Triton kernels alone.
+# racecheck and initcheck see neither what orders Hopper's warps (mbarriers) nor what TMA writes: Triton kernels alone. And
+# initcheck takes the exchanges that store a descriptor which a kernel makes, of packed sequences, for reads.
 gpu-sanitize:
 	compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py portable cache
+	compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py portable packed cache
 	compute-sanitizer --tool initcheck --error-exitcode 1 python tests/sanitize.py portable cache
 
 gpu-bench:

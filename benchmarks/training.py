@@ -1,6 +1,6 @@
 """What keeps loss curves of examples/train_gpt.py apart, noise or an error?
 
-    python benchmarks/training.py out.json                 # both parts; --parts gradients or losses
+    python benchmarks/training.py out.json
 
 Gradients: of the model in float32, whose attention alone is bfloat16, after some steps of training. Against the
 gradients where attention is computed in float32, of the same rounded q, k and v, only what an implementation rounds is
@@ -92,7 +92,7 @@ def gradients(model: train_gpt.GPT, attend: Any, dtype: torch.dtype, ids: Tensor
 
 def errors(size: train_gpt.Size, data: Tensor, after: list[int]) -> Iterator[dict[str, Any]]:
     """Rows of gradients. data: (steps, sequences, seqlen + 1) bytes."""
-    trainer = train_gpt.Trainer("standard", size, data.shape[2] - 1, data.device)
+    trainer = train_gpt.Trainer("tileattn", size, data.shape[2] - 1, data.device)
     for step, batch in enumerate(data):
         if step in after:
             model, ids = copy.deepcopy(trainer.model).float(), batch[:2].long()
@@ -112,7 +112,6 @@ def errors(size: train_gpt.Size, data: Tensor, after: list[int]) -> Iterator[dic
 
 def curve(name: str, size: train_gpt.Size, data: Tensor, warm_up: int) -> dict[str, Any]:
     trainer = train_gpt.Trainer(name, size, data.shape[2] - 1, data.device)
-    trainer.scores = size.scores if name.startswith("standard") else None
     trainer.schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
     for batch in data:
         trainer.step(batch)
@@ -129,13 +128,13 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {r['step']} | {r['impl']} | {error} |")
     lines += [
         "",
-        f"| | attention | from standard, {FIRST} steps | all steps | last loss |",
+        f"| | attention | from the first, {FIRST} steps | all steps | last loss |",
         "| --- | --- | --- | --- | --- |",
     ]
     for r in rows:
         if "loss" in r:
-            standard = next(x["loss"] for x in rows if x["variant"] == r["variant"] and "loss" in x)
-            apart = [abs(x - y) for x, y in zip(r["loss"], standard, strict=True)]
+            first = next(x["loss"] for x in rows if x["variant"] == r["variant"])
+            apart = [abs(x - y) for x, y in zip(r["loss"], first, strict=True)]
             most = f"{max(apart[:FIRST]):.4f} | {max(apart):.4f}"
             lines.append(f"| {r['variant']} | {r['impl']} | {most} | {r['loss'][-1]:.4f} |")
     return "\n".join(lines)
@@ -144,12 +143,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=("gradients", "gentle", "steep"), default=["gradients", "steep"])
+    parser.add_argument("--parts", nargs="+", choices=("gradients", "gentle", "steep"), default=["gradients", "gentle"])
+    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION), help="of the curves")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--commit", default=None, help="where git is not at hand")
     options = parser.parse_args()
     size, seqlen = train_gpt.SIZES["cuda"], 2048
-    size = size._replace(scores=2 * seqlen**2)  # standard attention's memory
     text = train_gpt.read(None)
     data = train_gpt.batches(text, options.steps, size.tokens // seqlen, seqlen).to("cuda")
     rows: list[dict[str, Any]] = []
@@ -164,7 +163,7 @@ def main() -> None:
         for row in errors(size, data, [0, 10, options.steps - 1]):
             add(row)
     for part, warm_up in (("gentle", GENTLE), ("steep", STEEP)):
-        for name in ATTENTION if part in options.parts else ():
+        for name in options.attention if part in options.parts else ():
             add(curve(name, size, data, warm_up))
     print(table(rows))
 

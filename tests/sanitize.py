@@ -1,6 +1,6 @@
 """Small calls that run every kernel, for compute-sanitizer to watch: make gpu-sanitize.
 
-python tests/sanitize.py [PART ...]: portable, hopper, cache; without any, all that the GPU has.
+python tests/sanitize.py [PART ...]: portable, packed, cache, hopper; without any, all that the GPU has.
 """
 
 import os
@@ -80,15 +80,17 @@ def cache() -> None:
         torch.cuda.synchronize()
 
 
-def main(parts: list[str]) -> None:
-    for part in parts or ["portable", "cache"] + ["hopper"] * hopper._is_hopper(torch.device("cuda", 0)):
-        if part == "cache":
-            cache()
-        else:
-            dense(part)
-            packed(part)
-        if part == "portable":
-            with_mods()
+def portable() -> None:
+    dense("portable")
+    with_mods()
+
+
+def main(names: list[str]) -> None:
+    parts = {"portable": portable, "packed": lambda: packed("portable"), "cache": cache}
+    if hopper._is_hopper(torch.device("cuda", 0)):
+        parts["hopper"] = lambda: (dense("hopper"), packed("hopper"))
+    for name in names or parts:
+        parts[name]()
 
 
 if __name__ == "__main__":
