@@ -98,17 +98,17 @@ def test_oracle_rule_for_a_mask_that_heads_share():
 @pytest.mark.parametrize("family", range(FAMILIES))
 def test_oracle_rule_for_any_problem(family):
     """Compiling takes much longer than running: a family is compiled for once and met by many problems."""
-    fields = draw_family(family, FAMILIES_OF)
+    fields, problems, met = draw_family(family, FAMILIES_OF), -(-EXAMPLES // FAMILIES), set()
 
     @seed(family)
-    @settings(
-        max_examples=-(-EXAMPLES // FAMILIES), deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=problems, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=members(fields, max_seqlen=300))
     def holds(case):
+        met.add(repr(case))
         check(portable, case, "cuda")
 
     holds()
+    assert len(met) == problems
 
 
 def test_a_thread_in_which_cuda_has_done_nothing_yet_may_launch():
