@@ -1,6 +1,6 @@
 """Small calls that run every kernel, for compute-sanitizer to watch: make gpu-sanitize.
 
-python tests/sanitize.py [PART ...]: portable, packed, cache, hopper; without any, all that the GPU has.
+python tests/sanitize.py [PART ...]: portable, mods, packed, cache, hopper; without any, all that the GPU has.
 """
 
 import os
@@ -44,12 +44,12 @@ def dense(backend: str) -> None:
         differentiate(tileattn.attention(q, k, v, backend=backend, **options))
 
 
-def with_mods() -> None:
+def mods() -> None:
     """Through lists of the tiles that a block mask shows."""
     q, k, v = (tensor(1, 130, 2, 64) for _ in range(3))
     block_mask = tileattn.BlockMask.from_blocks(torch.ones(3, 3, device="cuda").tril() > 0, (64, 64))
-    mods = {"block_mask": block_mask, "score_mod": distance, "mask_mod": causal}
-    differentiate(tileattn.attention(q, k, v, backend="portable", **mods))
+    options = {"block_mask": block_mask, "score_mod": distance, "mask_mod": causal}
+    differentiate(tileattn.attention(q, k, v, backend="portable", **options))
 
 
 def distance(score, _b, _h, row, col):
@@ -80,13 +80,13 @@ def cache() -> None:
         torch.cuda.synchronize()
 
 
-def portable() -> None:
-    dense("portable")
-    with_mods()
-
-
 def main(names: list[str]) -> None:
-    parts = {"portable": portable, "packed": lambda: packed("portable"), "cache": cache}
+    parts = {
+        "portable": lambda: dense("portable"),
+        "mods": mods,
+        "packed": lambda: packed("portable"),
+        "cache": cache,
+    }
     if hopper._is_hopper(torch.device("cuda", 0)):
         parts["hopper"] = lambda: (dense("hopper"), packed("hopper"))
     for name in names or parts:
