@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -242,6 +243,17 @@ def test_compile_draws_a_new_seed_every_call():
     q, k, v = qkv()
     compiled = torch.compile(lambda: tileattn.attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     assert not torch.equal(compiled(), compiled())
+
+
+def test_compiled_autograd_traces_backward_whole():
+    q, k, v = qkv()
+    want = torch.autograd.grad(tileattn.attention(q, k, v).sum(), (q, k, v))
+    out = tileattn.attention(q, k, v).sum()
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        out.backward()
+    for x, gradient in zip((q, k, v), want, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
 
 
 def test_double_backward_is_refused_in_words():

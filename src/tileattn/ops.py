@@ -221,14 +221,14 @@ class _Attention(torch.autograd.Function):
         inputs = Inputs._make((*saved[:middle], tuple(saved[middle:end]), tuple(saved[end:])))
         wanted = Wanted(*ctx.needs_input_grad[4:])
         gradients: tuple[Tensor | None, ...]
-        for x in (dout, dlse):
-            if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
-                _refuse_transforms()
         if torch.is_grad_enabled() or may_be_observed((*inputs[:-2], dout, dlse)):
             flat = _flat(ctx.problem, inputs, ctx.backend)
             got = torch.ops.tileattn.attention_backward.default(dout, dlse, out, lse, *flat, wanted)
             gradients = tuple([g if w else None for g, w in zip(got, wanted, strict=True)])
         else:
+            for x in (dout, dlse):
+                if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+                    _refuse_transforms()
             backend = dispatch.load(dispatch.choose_backward(ctx.problem, ctx.backend))
             gradients = backend.backward(ctx.problem, inputs, Forward(out, lse), dout, dlse, wanted)
         return None, None, None, None, *gradients
