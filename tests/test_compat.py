@@ -564,6 +564,34 @@ def test_rotary_embedding_in_place_has_the_gradient_of_one_that_is_not():
     torch.testing.assert_close(*(torch.autograd.grad(y, z, dkv) for y, z in ((computed, leaf), (expected, apart))))
 
 
+def compiled(module):
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+def checkpointed(module):
+    def run(*args):
+        return module(*(x.clone() for x in args))  # which are to be the same the second time
+
+    return lambda *args: torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", [compiled, checkpointed])
+@pytest.mark.parametrize("packed", ["qkv", "kv"])
+def test_the_module_has_the_same_gradients_compiled_and_checkpointed(how, packed):
+    """What it turns in place was computed before."""
+    torch._dynamo.reset()
+    module = rotary.RotaryEmbedding(D, scale_base=32.0)
+
+    def differentiate(turn, x):
+        before = x * 2
+        turned = (turn(before),) if packed == "qkv" else turn(before[:, :, 0].clone(), before[:, :, 1:].clone())
+        out = sum(y.sin().sum() for y in turned)
+        return out, *torch.autograd.grad(out, x)
+
+    x = torch.randn(B, 5, 3, H, D, requires_grad=True)
+    torch.testing.assert_close(differentiate(how(module), x), differentiate(module, x))
+
+
 @pytest.mark.parametrize("scale_base", [None, 32.0])
 @pytest.mark.parametrize("offset", [0, 4, "tensor"])
 def test_the_module_turns_so_that_scores_depend_on_distances(scale_base, offset):

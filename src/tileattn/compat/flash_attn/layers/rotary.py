@@ -34,7 +34,7 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Turn the keys of kv (batch, seqlen, 2, nheads, headdim) in place."""
     at = positions(kv, seqlen_offsets, None)
-    return _InPlace.apply(kv, interleaved, False, [_FIRST], cos[at], sin[at])
+    return _turn_in_place(kv, interleaved, False, [_FIRST], cos[at], sin[at])
 
 
 def apply_rotary_emb_qkv_(
@@ -59,7 +59,7 @@ def apply_rotary_emb_qkv_(
         parts = [(..., first, slice(None)), (..., second, slice(None))]
     at = positions(qkv, seqlen_offsets, None)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    return _InPlace.apply(qkv, interleaved, False, parts, cos[at], sin[at], cos_k[at], sin_k[at])
+    return _turn_in_place(qkv, interleaved, False, parts, cos[at], sin[at], cos_k[at], sin_k[at])
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -159,16 +159,25 @@ def turn(
 ) -> Tensor:
     at = positions(x, seqlen_offsets, cu_seqlens)
     if inplace:
-        return _InPlace.apply(x, interleaved, conjugate, [...], cos[at], sin[at])
+        return _turn_in_place(x, interleaved, conjugate, [...], cos[at], sin[at])
     return rotate_differentiable(x, cos[at], sin[at], interleaved, conjugate)
 
 
 _FIRST, _SECOND = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
 
 
+def _turn_in_place(x: Tensor, interleaved: bool, conjugate: bool, parts: list[Any], *angles: Tensor) -> Tensor:
+    """Turn parts of x, each by the next two of angles (cos, sin). What is compiled assigns: torch.compile loses the
+    gradient of a Function that works in place."""
+    if not torch.compiler.is_compiling():
+        return _InPlace.apply(x, interleaved, conjugate, parts, *angles)
+    for part, cos, sin in zip(parts, angles[::2], angles[1::2], strict=True):
+        x[part] = rotate_differentiable(x[part], cos, sin, interleaved, conjugate)
+    return x
+
+
 class _InPlace(torch.autograd.Function):
-    """Turns parts of x, each by the next two of angles (cos, sin), in place; as in flash_attn also a leaf that requires
-    a gradient, which is then that of what it held before."""
+    """As in flash_attn x may also be a leaf that requires a gradient, which is then that of what it held before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, interleaved: bool, conjugate: bool, parts: list[Any], *angles: Tensor) -> Tensor:
@@ -181,8 +190,9 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         interleaved, conjugate, parts = ctx.how
-        turned = _turn_parts(grads[0].clone(), interleaved, conjugate, parts, ctx.saved_tensors)
-        return turned, *[None] * (3 + len(ctx.saved_tensors))
+        angles = ctx.saved_tensors  # asked for once: checkpointing allows no more
+        turned = _turn_parts(grads[0].clone(), interleaved, conjugate, parts, angles)
+        return turned, *[None] * (3 + len(angles))
 
 
 def _turn_parts(x: Tensor, interleaved: bool, conjugate: bool, parts: list[Any], angles: Any) -> Tensor:
