@@ -2,9 +2,9 @@
 
     python benchmarks/decode.py benchmarks/results/h200-decode.json
 
-One query a sequence, bfloat16, head_dim 128. TB/s counts the keys and values of the lengths once. Large calls are timed
-as they are, small ones (variant "graph") in a CUDA graph of ten; "varied" has lengths from 1 to the whole cache. A
-cache of less than the L2 (60 MB) stays there between calls, for all. FA3 (package fa3-fwd, built without paging) is
+bfloat16, one query a sequence but for chunks of a prompt. TB/s counts the keys and values of the lengths once. Calls
+are timed in a CUDA graph of ten; variant "eager" is called from Python. "varied" has lengths from 1 to the whole cache.
+A cache of less than the L2 (60 MB) stays there between calls, for all. FA3 (package fa3-fwd, built without paging) is
 measured where it can be imported.
 """
 
@@ -19,17 +19,23 @@ from common import measure, write
 
 from tileattn import attention_with_kvcache
 
-HEAD_DIM = 128
 CALLS = 10  # in a graph
 
 
 class Shape(NamedTuple):
+    """seqlen_q: over 1, the queries are the last of the sequence, and causal."""
+
     batch: int
     seqlen: int
     heads: int
     heads_k: int
-    graph: bool = False
-    varied: bool = False
+    head_dim: int = 128
+    seqlen_q: int = 1
+    variant: str = ""
+
+    @property
+    def causal(self) -> bool:
+        return self.seqlen_q > 1
 
 
 SHAPES = [
@@ -37,10 +43,13 @@ SHAPES = [
     Shape(16, 16384, 64, 8),
     Shape(64, 4096, 64, 8),
     Shape(128, 8192, 64, 8),
-    Shape(64, 8192, 64, 8, varied=True),
-    Shape(8, 16384, 128, 1, graph=True),
-    Shape(1, 4096, 64, 8, graph=True),
+    Shape(8, 16384, 128, 1),
     Shape(1, 4096, 64, 8),
+    Shape(1, 4096, 64, 8, variant="eager"),
+    Shape(64, 8192, 64, 8, variant="varied"),
+    Shape(16, 16384, 64, 8, head_dim=64),
+    Shape(16, 8192, 64, 8, head_dim=256),
+    Shape(2, 8192, 32, 8, seqlen_q=2048, variant="chunk"),
 ]
 
 
@@ -48,18 +57,19 @@ def implementations(shape: Shape, page_size: int) -> tuple[dict[str, Callable[[]
     """By name, and how many keys there are."""
     s, device = shape, "cuda"
     pages = s.seqlen // page_size
-    paged = torch.randn(2, s.batch * pages, page_size, s.heads_k, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    paged = torch.randn(2, s.batch * pages, page_size, s.heads_k, s.head_dim, dtype=torch.bfloat16, device=device)
     k_pages, v_pages = paged.unbind(0)
-    k, v = (x.view(s.batch, s.seqlen, s.heads_k, HEAD_DIM) for x in (k_pages, v_pages))
+    k, v = (x.view(s.batch, s.seqlen, s.heads_k, s.head_dim) for x in (k_pages, v_pages))
     table = torch.randperm(s.batch * pages, device=device).int().view(s.batch, pages)
-    q = torch.randn(s.batch, 1, s.heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    q = torch.randn(s.batch, s.seqlen_q, s.heads, s.head_dim, dtype=torch.bfloat16, device=device)
     lengths = torch.full((s.batch,), s.seqlen, dtype=torch.int32, device=device)
-    if s.varied:
+    if s.variant == "varied":
         lengths = torch.randint(1, s.seqlen + 1, (s.batch,), dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"cache_seqlens": lengths, "causal": s.causal}
     found: dict[str, Callable[[], Any]] = {
-        "tileattn": lambda: attention_with_kvcache(q, k, v, cache_seqlens=lengths),
+        "tileattn": lambda: attention_with_kvcache(q, k, v, **options),
         f"tileattn, pages of {page_size}": lambda: attention_with_kvcache(
-            q, k_pages, v_pages, cache_seqlens=lengths, block_table=table
+            q, k_pages, v_pages, block_table=table, **options
         ),
     }
     try:
@@ -67,7 +77,7 @@ def implementations(shape: Shape, page_size: int) -> tuple[dict[str, Callable[[]
     except ImportError:
         pass
     else:
-        found["fa3"] = lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+        found["fa3"] = lambda: flash_attn_with_kvcache(q, k, v, **options)
     return found, int(lengths.sum())
 
 
@@ -83,16 +93,31 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def rate(shape: Shape, keys: int, ms: float) -> dict[str, float]:
+    """What bounds the call: bytes a second, or for a chunk of a prompt products."""
+    s = shape
+    if s.seqlen_q == 1:
+        return {"tbps": round(2 * 2 * keys * s.heads_k * s.head_dim / ms * 1e-9, 3)}
+    scores = s.batch * s.seqlen_q * (s.seqlen - (s.seqlen_q - 1) / 2)
+    return {"tflops": round(4 * s.heads * scores * s.head_dim / ms * 1e-9, 1)}
+
+
+def shown(row: dict[str, Any]) -> str:
+    return f"{row['ms'] * 1e3:.1f} µs, " + (f"{row['tbps']:.2f} TB/s" if "tbps" in row else f"{row['tflops']} TFLOP/s")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Microseconds and TB/s of each call, a column for each implementation."""
+    """A line a call, a column for each implementation."""
     names = list(dict.fromkeys(row["impl"] for row in rows))
     lines = ["| batch, keys, heads | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     calls: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows:
-        call = row["batch"], row["seqlen_k"], row["heads"], row["heads_k"], row["variant"]
-        calls.setdefault(call, {})[row["impl"]] = f"{row['ms'] * 1e3:.1f} µs, {row['tbps']:.2f} TB/s"
-    for (batch, keys, heads, heads_k, variant), found in calls.items():
-        call = f"{batch} x {keys:,}, {heads} : {heads_k}" + (f", {variant}" if variant else "")
+        call = tuple(row[name] for name in ("batch", "seqlen_k", "heads", "heads_k", "head_dim", "seqlen_q", "variant"))
+        calls.setdefault(call, {})[row["impl"]] = shown(row)
+    for (batch, keys, heads, heads_k, head_dim, seqlen_q, variant), found in calls.items():
+        call = f"{batch} x {keys:,}, {heads} : {heads_k}"
+        call += f", head_dim {head_dim}" if head_dim != 128 else ""
+        call += f", {seqlen_q:,} queries" if seqlen_q > 1 else f", {variant}" if variant else ""
         lines.append("| " + " | ".join([call, *(found.get(name, "") for name in names)]) + " |")
     return "\n".join(lines)
 
@@ -107,14 +132,12 @@ def main() -> None:
     rows = []
     for shape in SHAPES:
         runs, keys = implementations(shape, options.page_size)
-        if shape.graph:
+        calls = 1 if shape.variant == "eager" else CALLS
+        if calls > 1:
             runs = {name: graphed(run) for name, run in runs.items()}
         with torch.inference_mode():
-            found = measure(runs, options.rounds)
-        if shape.graph:
-            found = {name: ms / CALLS for name, ms in found.items()}
-        moved = 2 * 2 * keys * shape.heads_k * HEAD_DIM
-        rows += [
+            found = {name: ms / calls for name, ms in measure(runs, options.rounds).items()}
+        of_shape = [
             {
                 "impl": name,
                 "direction": "decode",
@@ -122,21 +145,19 @@ def main() -> None:
                 "batch": shape.batch,
                 "heads": shape.heads,
                 "heads_k": shape.heads_k,
-                "seqlen_q": 1,
+                "seqlen_q": shape.seqlen_q,
                 "seqlen_k": shape.seqlen,
-                "head_dim": HEAD_DIM,
-                "head_dim_v": HEAD_DIM,
-                "causal": False,
-                "variant": "graph" if shape.graph else "varied" if shape.varied else "",
+                "head_dim": shape.head_dim,
+                "head_dim_v": shape.head_dim,
+                "causal": shape.causal,
+                "variant": shape.variant,
                 "ms": round(ms, 5),
-                "tbps": round(moved / ms * 1e-9, 3),
+                **rate(shape, keys, ms),
             }
             for name, ms in found.items()
         ]
-        shown = "  ".join(f"{name} {ms * 1e3:.1f} us {moved / ms * 1e-9:.2f} TB/s" for name, ms in found.items())
-        print(
-            f"b{shape.batch} s{shape.seqlen} {shape.heads}:{shape.heads_k} {rows[-1]['variant']:6} {shown}", flush=True
-        )
+        print(*shape, *(f" {row['impl']} {shown(row)}" for row in of_shape), flush=True)
+        rows += of_shape
         write(options.output, rows, options.commit)
     print(table(rows))
 
