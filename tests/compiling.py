@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from tileattn import ops
 from tileattn.backends import ahead, portable
 from tileattn.backends.portable import launch, tuning
-from tileattn.problem import Inputs, Problem, Wanted
+from tileattn.problem import Forward, Inputs, Problem, Wanted
 
 TARGETS = {
     **{f"sm{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 100, 120)},
@@ -125,7 +125,7 @@ def backward_kernels(problem: Problem, inputs: Inputs, target: GPUTarget, table:
     try:
         with _compiling_for(target, table, None):
             like = ops.without_memory(inputs)
-            forward = ops.unwritten(problem, like)
+            forward = Forward.unwritten(like.q, problem.head_dim_v)
             portable.anticipate(problem, like, forward, forward.out, None, wanted(inputs))
             ahead.wait()
             found.append(set(asked))

@@ -97,7 +97,7 @@ def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypat
     packed = {"causal": True, "lengths_q": (130, 80), "lengths_k": (130, 80)}
     problem, inputs, dout, _ = build(BASE.but(seqlen_q=200, seqlen_k=200, **CALLS.get(name, packed)))
     like = ops.without_memory(inputs)
-    forward = ops.unwritten(problem, like)
+    forward = Forward.unwritten(like.q, problem.head_dim_v)
     backward_launch.anticipate(problem, like, forward, forward.out, None, Wanted())
     anticipated = by_kernel()
     launches.compiled_for.clear()

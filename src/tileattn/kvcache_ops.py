@@ -163,11 +163,9 @@ def _append_fake(*args: Any) -> None:
     """Writes; returns nothing."""
 
 
-def _attend_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def _attend_fake(*args: Any) -> Forward:
     problem, inputs, _ = split(args)
-    q, p = inputs.q, problem
-    lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (q.shape[0], p.num_heads, q.shape[1])
-    return q.new_empty((*q.shape[:-1], p.head_dim_v)), q.new_empty(lse_shape, dtype=p.lse_dtype)
+    return Forward.unwritten(inputs.q, problem.head_dim_v, problem.lse_dtype)
 
 
 class _Attend(torch.autograd.Function):

@@ -136,15 +136,7 @@ def _forward(*args: Any) -> Forward:
 
 def _forward_fake(*args: Any) -> Forward:
     problem, inputs, _ = split(args)
-    return unwritten(problem, inputs)
-
-
-def unwritten(problem: Problem, inputs: Inputs) -> Forward:
-    """What forward will return, with nothing in it."""
-    q = inputs.q
-    rows = q.shape[:1] if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
-    lse_shape = (problem.num_heads, *rows) if problem.varlen else rows
-    return Forward(q.new_empty((*q.shape[:-1], problem.head_dim_v)), q.new_empty(lse_shape, dtype=problem.lse_dtype))
+    return Forward.unwritten(inputs.q, problem.head_dim_v, problem.lse_dtype)
 
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -177,7 +169,7 @@ def _anticipate(problem: Problem, inputs: Inputs, backend: str, wanted: Wanted) 
     _anticipated.update((problem, kind))
     if not known and problem.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         inputs = without_memory(inputs)
-        forward = unwritten(problem, inputs)
+        forward = Forward.unwritten(inputs.q, problem.head_dim_v, problem.lse_dtype)
         serving = dispatch.load(dispatch.choose_backward(problem, backend))
         serving.anticipate(problem, inputs, forward, forward.out, None, wanted)
 

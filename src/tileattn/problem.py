@@ -71,6 +71,16 @@ class Forward(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    @staticmethod
+    def unwritten(q: Tensor, head_dim_v: int, lse_dtype: torch.dtype = torch.float32) -> Forward:
+        """What forward returns for q, contiguous, with nothing in it."""
+        *batch, rows, heads, head_dim = q.shape
+        if head_dim == head_dim_v:  # half the time
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            out = q.new_empty((*batch, rows, heads, head_dim_v))
+        return Forward(out, q.new_empty((*batch, heads, rows), dtype=lse_dtype))
+
 
 class Wanted(NamedTuple):
     """Which gradients a backward call must return."""

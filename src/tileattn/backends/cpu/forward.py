@@ -28,10 +28,7 @@ from tileattn.problem import Forward, Inputs, Problem
 
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
-    q = inputs.q
-    out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    shape = (problem.num_heads, q.shape[0]) if problem.varlen else (q.shape[0], problem.num_heads, q.shape[1])
-    lse = q.new_empty(shape, dtype=problem.lse_dtype)
+    out, lse = Forward.unwritten(inputs.q, problem.head_dim_v, problem.lse_dtype)
     todo, threads = stacks(problem, inputs)
     blocks = balanced(todo, threads)
     splits = max(threads // max(count_blocks(todo, blocks), 1), 1)

@@ -45,8 +45,7 @@ def append(append: Append) -> None:
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     p, q = problem, _queries(problem, inputs)
-    out = q.new_empty((*q.shape[:-1], p.head_dim_v))
-    lse = q.new_empty((p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q), dtype=p.lse_dtype)
+    out, lse = Forward.unwritten(q, p.head_dim_v, p.lse_dtype)
     sequences = _sequences(p, inputs)
     work = sum(s.seqlen_q * len(s.positions) for s in sequences) * p.num_heads
     threads = workers.threads_for(work * (p.head_dim + p.head_dim_v))

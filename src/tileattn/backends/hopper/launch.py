@@ -234,13 +234,8 @@ def _packed_descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescri
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     """out, contiguous, and lse."""
-    p, q = problem, inputs.q
-    rows, of_batch = q.shape[:-2], () if p.varlen else (p.batch,)
-    if p.head_dim == p.head_dim_v:  # half the time
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = q.new_empty((*rows, p.num_heads, p.head_dim_v))
-    lse = q.new_empty((*of_batch, p.num_heads, rows[-1]), dtype=torch.float32)
+    p = problem
+    out, lse = Forward.unwritten(inputs.q, p.head_dim_v)
     if not out.numel():
         return Forward(out, lse)
     if p.device.index != torch.cuda.current_device():

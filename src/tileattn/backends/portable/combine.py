@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,6 +12,20 @@ from tileattn.backends.portable.device.cache import SIZES, Sizes, all_splits, qu
 from tileattn.backends.portable.device.softmax import power
 
 PARTS = tl.constexpr(16)  # taken in at a time
+
+
+class CombineMode(NamedTuple):
+    """What of a `CacheMode` parts and their number depend on."""
+
+    dim_v: Any
+    block_va: Any
+    block_vb: Any
+    exact: Any
+    left: Any
+    fixed_split: Any
+    group: Any
+    batch_block: Any
+    block_n: Any
 
 
 @triton.jit
@@ -21,7 +37,7 @@ def _take_in(acc, parts, weight, there, START: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _combine_row(out, lse, partial, where, changes, sizes, b, head_k, rows, first, splits, mode):
+def _combine_row(out, lse, partial, where, sink, sizes, b, head_k, rows, first, splits, mode):
     """rows: one row of q of the query heads of head_k. first: the first work item of its sequence."""
     start_q, len_q = queries_of(where, sizes, b, True)
     row = rows // mode.group
@@ -47,7 +63,7 @@ def _combine_row(out, lse, partial, where, changes, sizes, b, head_k, rows, firs
         m_i = m_new
     one = tl.zeros([1], tl.int32)
     here = b, one + head_k * mode.group + rows % mode.group, one + row, len_q, 0
-    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, one + row < len_q, where, sizes, changes, mode)
+    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, one + row < len_q, where, sizes, sink, mode)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -56,7 +72,7 @@ def combine_kernel(
     lse,
     partial,
     where,
-    changes,
+    sink,
     batch,
     seqlen_q,
     seqlen_cache,
@@ -85,4 +101,4 @@ def combine_kernel(
         if splits > 1:
             first = tl.sum(tl.where(each < b, all_splits_of, 0), 0)
             head_k = i // rows_of_head % num_heads_k
-            _combine_row(out, lse, partial, where, changes, sizes, b, head_k, i % rows_of_head, first, splits, mode)
+            _combine_row(out, lse, partial, where, sink, sizes, b, head_k, i % rows_of_head, first, splits, mode)

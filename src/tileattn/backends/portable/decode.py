@@ -202,12 +202,12 @@ def _ranges(start, stop, first_row, last_row, here, sizes, changes, mode):
 
 
 @triton.jit
-def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes, mode):
+def store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, sink, mode):
     """Normalise, take in the sink, and write rows of out and lse."""
     batch, head, row, _, _ = here
-    if changes.sink is not None:
-        sink = from_natural(tl.load(changes.sink + head).to(tl.float32), mode)
-        alpha, m_i, l_i = add_sink(m_i, l_i, sink, mode)
+    if sink is not None:
+        of_head = from_natural(tl.load(sink + head).to(tl.float32), mode)
+        alpha, m_i, l_i = add_sink(m_i, l_i, of_head, mode)
         acc_a = acc_a * alpha[:, None]
         if mode.block_vb > 0:
             acc_b = acc_b * alpha[:, None]
@@ -345,4 +345,4 @@ def decode_kernel(
     if mode.split and splits > 1:
         _leave(partial, acc_a, acc_b, m_i, l_i, item, head_k, rows, inside, sizes, mode)
         return
-    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes, mode)
+    store_rows(out, lse, acc_a, acc_b, m_i, l_i, here, start_q, inside, where, sizes, changes.sink, mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +26,6 @@ from tileattn.backends.portable.device.softmax import add_sink, from_natural, lo
 from tileattn.backends.portable.launch import (
     Launch,
     Launcher,
-    empty_like,
     mode_of,
     modifiers_of,
     operands_of,
@@ -151,10 +149,7 @@ def forward_kernel(
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     p, inputs = with_found_blocks(problem, inputs)
-    q = inputs.q
-    out = empty_like(q) if p.head_dim == p.head_dim_v else q.new_empty((*q.shape[:-1], p.head_dim_v))
-    lse_shape = (p.num_heads, q.shape[0]) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
-    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    out, lse = Forward.unwritten(inputs.q, p.head_dim_v)
 
     def describe(inputs: Inputs, out: Tensor, lse: Tensor, lists: Tensor | None) -> Launch:
         q, k, v = inputs[:3]

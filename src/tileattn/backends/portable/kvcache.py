@@ -15,7 +15,7 @@ from torch import Tensor
 from tileattn.backends.entry import observed
 from tileattn.backends.portable import refusal
 from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
-from tileattn.backends.portable.combine import combine_kernel
+from tileattn.backends.portable.combine import CombineMode, combine_kernel
 from tileattn.backends.portable.decode import CacheMode, Changes, Rows, decode_kernel
 from tileattn.backends.portable.device.cache import Cache, Where
 from tileattn.backends.portable.device.rotary import Rotary
@@ -127,17 +127,12 @@ def _append_mode(
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     p, x = problem, _as_read(inputs)
-    q = x.q
     addresses = [tensor.data_ptr() for tensor in x if tensor is not None]
     launches, plan = _known(p, x, addresses)
-    if p.head_dim == p.head_dim_v:  # half the time
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = q.new_empty((*q.shape[:-1], p.head_dim_v))
-    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    out, lse = Forward.unwritten(x.q, p.head_dim_v)
     if plan.programs == 0:
         return Forward(out, lse)
-    partial = q.new_empty(plan.partial_shape, dtype=torch.float32) if plan.partial_shape else None
+    partial = x.q.new_empty(plan.partial_shape, dtype=torch.float32) if plan.partial_shape else None
     outputs = out, lse, partial
     addresses += [tensor.data_ptr() for tensor in outputs if tensor is not None]
     launches.launch(decode_kernel, _decoding, (*x, *outputs), addresses)
@@ -184,7 +179,9 @@ def _decoding(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
 def _combining(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
     *inputs, out, lse, partial = tensors
     p, x = problem, CacheInputs(*inputs)
-    args = _rows_of(out), lse, partial, _where_of(*x[3:8]), _changes_of(p, x), *plan.sizes, plan.mode
+    where = _where_of(None, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
+    mode = CombineMode(*(getattr(plan.mode, name) for name in CombineMode._fields))
+    args = _rows_of(out), lse, partial, where, x.sink, *plan.sizes, mode
     programs = min(p.batch * p.num_heads * p.seqlen_q, COMBINERS * _multiprocessors(p.device))
     return Launch(programs, Tile(1, 0, max(plan.mode.block_va.value // 128, 1), 1), args)
 
@@ -344,7 +341,6 @@ class Plan(NamedTuple):
     programs: int
     sizes: tuple[int, ...]
     mode: CacheMode
-    lse_shape: tuple[int, ...]
     partial_shape: tuple[int, ...]
 
 
@@ -398,9 +394,8 @@ def _plan(
     )
     rows = p.seqlen_q * p.group
     programs = triton.cdiv(rows, tile.block_m) * p.num_heads_k * (split.items or p.batch)
-    lse_shape = (p.num_heads, total_q) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
     partial_shape = (split.items, p.num_heads_k, rows, p.head_dim_v + 4) if split.items else ()
-    return Plan(Tile(*tile[:3], num_stages), programs, sizes, mode, lse_shape, partial_shape)
+    return Plan(Tile(*tile[:3], num_stages), programs, sizes, mode, partial_shape)
 
 
 def _batch_block(batch: int) -> int:
