@@ -16,7 +16,7 @@ from tileattn.backends.hopper.backward import attention_backward
 from tileattn.backends.hopper.backward_launch import backward_arguments, backward_plan_for, workspace_for
 from tileattn.backends.hopper.forward import attention_forward
 from tileattn.backends.hopper.launch import arguments, plan_for
-from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_sequences
+from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_cached, rank_sequences
 from tileattn.problem import Inputs, Problem
 
 # Bytes of spills a thread that Triton 3.8 and 3.9 were seen to need beyond the budgets, which are those of 3.6 and 3.7.
@@ -95,6 +95,12 @@ def compile_backward(problem: Problem, inputs: Inputs) -> Compiled:
 def compile_ranking() -> Compiled:
     numbers = torch.zeros(8, dtype=torch.int32)
     return _compile(rank_sequences, numbers, numbers, numbers, 7, 2, 128)
+
+
+def compile_cached_ranking(lengths: bool, pages: bool, leftpad: bool, dtype: torch.dtype) -> Compiled:
+    numbers, table = torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+    tensors = [numbers if there else None for there in (lengths, pages, leftpad)]
+    return _compile(rank_cached, *tensors, table, 7, 2, 128, 70, 1, 0, 70, 400, 450, 9)
 
 
 def _compile(function: Any, *args: Any) -> Compiled:

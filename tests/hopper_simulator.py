@@ -20,9 +20,11 @@ import numpy as np
 import torch
 
 from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for, places_for
+from tileattn.backends.hopper.kvcache import as_packed, by_sequence, packed_inputs, ranking
 from tileattn.backends.hopper.launch import mode_of, plan_for
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
 from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
+from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Forward, Gradients, Inputs, Problem
 
 PACKAGE = "tileattn.backends.hopper"
@@ -491,8 +493,10 @@ class Kernel:
             assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"
             self.sources[name] = self.sources[name].replace(old, new)
 
-    def forward(self, problem: Problem, inputs: Inputs, programs: int = 3, seed: int = 0) -> Forward:
-        """The backend's forward, on up to this many programs, one after the other."""
+    def forward(
+        self, problem: Problem, inputs: Inputs, programs: int = 3, seed: int = 0, table: np.ndarray | None = None
+    ) -> Forward:
+        """The backend's forward, on up to this many programs, one after the other. table: of sequences in a cache."""
         plan, tile = plan_for(problem), mode_of(problem)
         programs = programs if problem.varlen else min(programs, plan.most_programs)
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
@@ -501,9 +505,8 @@ class Kernel:
         lse = np.full((*of_batch, heads, rows), np.nan, np.float32)
         counter = np.zeros(1, int)
         tensors = (*(x.float().numpy() for x in inputs[:3]), out)
-        describe, table = Descriptor, None
-        if problem.varlen:
-            describe = PackedDescriptor
+        describe = PackedDescriptor if problem.varlen else Descriptor
+        if problem.varlen and table is None:
             table = self.rank(inputs.cu_seqlens_q, inputs.cu_seqlens_k, heads // tile.PACK, tile.BLOCK_M)
         slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
         if slopes is not None:
@@ -540,6 +543,25 @@ class Kernel:
             kernel = self._load("schedule", _triton(Machine(0), program, 0))
             kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, per_block, block)))
         return table
+
+    def attend(self, problem: CacheProblem, inputs: CacheInputs) -> Forward:
+        """The backend's attention to a cache."""
+        table = torch.full((TABLE_FIELDS, problem.batch + 1), -1)
+        arguments = ranking(problem, inputs, plan_for(as_packed(problem)), table)
+
+        def memory(x: torch.Tensor) -> np.ndarray:
+            """All that comes from its first element on."""
+            size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+            return x.as_strided((size,), (1,)).numpy()
+
+        for program in range(problem.batch // RANKED.value + 1):
+            kernel = self._load("schedule", _triton(Machine(0), program, 0))
+            kernel["rank_cached"](
+                *(None if x is None else Pointer(memory(x)) for x in arguments[:4]),
+                *map(Scalar, arguments[4:]),
+            )
+        out, lse = self.forward(as_packed(problem), packed_inputs(problem, inputs), table=table.numpy())
+        return by_sequence(problem, out, lse)
 
     def backward(
         self,

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 import hopper_compiling
-from hopper_compiling import MORE_SPILLS, call_of, compile_forward, compile_ranking, packed
+from hopper_compiling import MORE_SPILLS, call_of, compile_cached_ranking, compile_forward, compile_ranking, packed
 from triton.compiler.errors import CompilationError
 
 from tileattn.backends.hopper import launch
@@ -76,6 +76,14 @@ def test_exponentials_come_in_one_run_and_their_sums_behind_a_boundary(head_dim,
 
 def test_the_ranking_of_sequences_needs_no_shared_memory():
     found = compile_ranking()
+    assert found.spills == found.shared == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "dtype"), [((True,) * 3, torch.int64), ((True, True, False), torch.int32), ((False,) * 3, torch.int32)]
+)
+def test_the_ranking_of_sequences_in_a_cache_needs_no_shared_memory(there, dtype):
+    found = compile_cached_ranking(*there, dtype)
     assert found.spills == found.shared == 0
 
 

@@ -289,7 +289,7 @@ REFUSED = [
     ((Q, KC, KC), {"split_size": 100}, "split_size=100: must be a positive multiple of 128"),
     ((Q, KC, KC), {"mask": torch.zeros(B, H, 1, 5)}, "mask: dtype torch.float32, expected torch.bool"),
     ((Q, KC, KC), {"mask": torch.zeros(B, H, 2, 5).bool()}, "mask: shape (3, 4, 2, 5) does not broadcast"),
-    ((Q, KC, KC), {"backend": "hopper"}, "backend='hopper': unknown to attention with a cache"),
+    ((Q, KC, KC), {"backend": "cuda"}, "backend='cuda': unknown to attention with a cache"),
     ((Q, KC, KC), {"backend": "portable"}, "portable: needs a GPU"),
 ]
 

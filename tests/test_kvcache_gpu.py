@@ -8,7 +8,10 @@ import tileattn
 
 pytest.importorskip("triton")
 
+from tileattn import kvcache_ops
+from tileattn.backends.hopper import _is_hopper
 from tileattn.backends.portable import kvcache as portable
+from tileattn.kvcache import CacheProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +83,82 @@ def test_compile_gives_the_same_without_a_graph_break_and_with_other_lengths():
         torch.testing.assert_close(out, step(q, *others, now, table))
         for cache, other in zip(caches, others, strict=True):
             assert torch.equal(cache.nan_to_num(), other.nan_to_num())
+
+
+HOPPER_CASES = {
+    "causal": {"causal": True},
+    "bidirectional": {"new": 0},
+    "another order, int64": {"batch_idx": True, "causal": True, "index": torch.int64},
+    "left padding": {"leftpad": (5, 0, 440), "causal": True},
+    "more queries than keys": {"causal": True, "lengths": (20, 0, 69)},
+    "whole cache": {"whole": True, "new": 0},
+    "one sequence": {"lengths": (700,), "causal": True},
+    "window, softcap, sink": {"window": (100, 0), "softcap": 5.0, "sink": True},
+    "alibi": {"alibi": True, "causal": True},
+    "packed heads": {"seqlen_q": 70, "new": 70, "num_heads_k": 1, "causal": True},
+    "head_dim 64": {"head_dim": 64, "head_dim_v": 64, "causal": True},
+    "head_dim 96": {"head_dim": 96, "head_dim_v": 96, "causal": True},
+    "head_dim 256": {"head_dim": 256, "head_dim_v": 256, "causal": True},
+    "float16": {"dtype": torch.float16, "causal": True},
+}
+CHUNK = WIDE.but(seqlen_q=200, new=200)
+needs_hopper = pytest.mark.skipif(not _is_hopper(torch.device("cuda")), reason="needs a Hopper GPU")
+
+
+class Hopper:
+    """Attends by Hopper's kernel to what the Triton kernel has appended."""
+
+    append = staticmethod(portable.append)
+
+    @staticmethod
+    def attend(problem, inputs):
+        return kvcache_ops.load("hopper").attend(problem, inputs)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_oracle_rule_of_chunks_on_hopper(name):
+    check(Hopper, CHUNK.but(**HOPPER_CASES[name]), "cuda")
+
+
+@needs_hopper
+def test_chunks_on_hopper_through_the_api_compiled_and_in_a_graph_replayed_with_other_lengths():
+    (q, k_cache, v_cache, k, v), options = build(CHUNK.but(num_heads=48, causal=True), "cuda")
+    lengths = options["cache_seqlens"]
+
+    def step(q, k_cache, v_cache, lengths, backend=None):
+        options_now = options | {"cache_seqlens": lengths, "backend": backend}
+        return tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options_now, return_lse=True)
+
+    problem, _ = CacheProblem.of(q, k_cache, v_cache, k, v, **options)
+    assert kvcache_ops.choose(problem) == "hopper"
+    compiled, graph = torch.compile(step, fullgraph=True), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(q, k_cache, v_cache, lengths)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        of_graph = step(q, k_cache, v_cache, lengths)
+    for change in range(3):
+        lengths.copy_(torch.tensor([700 - 300 * change, 3, 450 + 10 * change], dtype=torch.int32))
+        before = k_cache.clone(), v_cache.clone()
+        graph.replay()
+        for found in (of_graph, step(q, *before, lengths), compiled(q, *before, lengths)):
+            expected = step(q, *before, lengths, "portable")
+            torch.testing.assert_close(found.out, expected.out, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(found.lse, expected.lse, rtol=1e-3, atol=1e-3)
+
+
+@needs_hopper
+def test_bad_lengths_and_tables_are_survived_by_chunks_on_hopper():
+    (q, k_cache, v_cache, k, v), options = build(CHUNK.but(num_heads=48, batch_idx=True), "cuda")
+    for cache in (k_cache, v_cache):
+        cache.zero_()
+    options["cache_batch_idx"].copy_(torch.tensor([10**6, -7, 1], dtype=torch.int32))
+    options["cache_seqlens"].copy_(torch.tensor([10**6, -5, 1023], dtype=torch.int32))
+    out = tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options, backend="hopper")
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
 
 
 def test_a_fixed_split_makes_a_sequence_independent_of_its_batch():

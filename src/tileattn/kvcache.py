@@ -40,7 +40,7 @@ from tileattn.kvcache_checks import (
     check_table,
     within,
 )
-from tileattn.problem import MAX_CHECKED, Problem
+from tileattn.problem import MAX_CHECKED, Problem, aligned_strides
 
 
 class CacheInputs(NamedTuple):
@@ -120,6 +120,9 @@ class CacheProblem:
     rotary_interleaved: bool = False
     split_size: int = 0  # keys of a sequence are split into runs of so many; 0: as suits the batch
     varlen: bool = False
+    aligned: bool = True  # as Problem's, of q, k_cache and v_cache
+    page_rows: int = 0  # see rows_between_pages
+    has_rotary: bool = False
     has_mask: bool = False
     has_alibi: bool = False
     has_sink: bool = False
@@ -151,6 +154,7 @@ class CacheProblem:
             window_right=self.window_right,
             softcap=self.softcap,
             varlen=self.varlen,
+            aligned=self.aligned,
             has_mask=self.has_mask,
             has_alibi=self.has_alibi,
             has_sink=self.has_sink,
@@ -172,6 +176,9 @@ class CacheProblem:
             page_size=k_cache.shape[1],
             capacity=capacity_of(k_cache, table),
             varlen=cu_seqlens_q is not None,
+            aligned=aligned_strides(q, k_cache, v_cache),
+            page_rows=rows_between_pages(k_cache, v_cache),
+            has_rotary=inputs.rotary_cos is not None,
             has_mask=inputs.mask is not None,
             has_alibi=inputs.alibi_slopes is not None,
             has_sink=inputs.sink is not None,
@@ -286,6 +293,21 @@ class CacheProblem:
 # Calls on a GPU that were found to be in order (checking one takes 15 microseconds), and whether their tensors were in
 # canonical form already.
 _checked: dict[Any, tuple[CacheProblem, bool]] = {}
+
+
+def rows_between_pages(k_cache: Tensor, v_cache: Tensor) -> int:
+    """How many rows of a page's row stride there are from one page to the next, in both caches, so that all rows of
+    all pages lie in one dim; 0 where there is no such number."""
+
+    def of(x: Tensor) -> int:
+        pages, page_size, _, _ = x.shape
+        page, row, _, _ = x.stride()
+        if pages <= 1:
+            return page_size
+        return page // row if row > 0 and page % row == 0 and pages * (page // row) < 2**31 else 0
+
+    rows = of(k_cache)
+    return rows if rows == of(v_cache) else 0
 
 
 def _holds(problem: CacheProblem, seqlen: int, rotary_cos: Tensor | None) -> bool:

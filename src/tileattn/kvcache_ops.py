@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.backends import CacheBackend
+from tileattn.backends import CacheAppender, CacheBackend
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.ops import may_be_observed, refuse_tangents
 from tileattn.problem import Forward
 
-BACKENDS = ("cpu", "portable")  # in order of preference
+BACKENDS = ("cpu", "hopper", "portable")  # in order of preference
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -41,6 +41,21 @@ _lib.define(
 
 def load(name: str) -> CacheBackend:
     """The backend's module, imported on first use; by import statements, which torch.compile can follow."""
+    if name == "cpu":
+        from tileattn.backends.cpu import kvcache as cpu
+
+        return cpu
+    if name == "hopper":
+        from tileattn.backends.hopper import kvcache as hopper
+
+        return hopper
+    from tileattn.backends.portable import kvcache as portable
+
+    return portable
+
+
+def load_appending(name: str) -> CacheAppender:
+    """Whose module appends where a backend attends."""
     if name == "cpu":
         from tileattn.backends.cpu import kvcache as cpu
 
@@ -93,7 +108,7 @@ def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
         where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
         append = Append(x.k_cache, v_cache, x.k, x.v, *where, p.batch, p.seqlen_cache, p.rotary_interleaved)
         if straight:
-            load(backend).append(append)
+            load_appending(backend).append(append)
             _increment_versions(append.k_cache, append.v_cache)
         else:
             torch.ops.tileattn.kvcache_append.default(*append, backend)
@@ -151,7 +166,7 @@ def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
 
 
 def _append(*args: Any) -> None:
-    load(args[-1]).append(Append(*args[:-1]))
+    load_appending(args[-1]).append(Append(*args[:-1]))
 
 
 def _attend(*args: Any) -> Forward:

@@ -62,7 +62,11 @@ class CacheBackend(Protocol):
     def supports(self, problem: CacheProblem) -> str | None:
         """As `Backend.supports`."""
 
-    def append(self, append: Append) -> None: ...
-
     def attend(self, problem: CacheProblem, inputs: CacheInputs) -> Forward:
         """The new keys and values are in the cache already; inputs.k and v are not looked at."""
+
+
+class CacheAppender(Protocol):
+    """What the same module of a backend offers that writes to caches."""
+
+    def append(self, append: Append) -> None: ...

@@ -171,32 +171,91 @@ def next_tile(counter_ptr, num_tiles):
 RANKED = gl.constexpr(128)  # sequences that a program of rank_sequences places
 
 
+class Rows(NamedTuple):
+    """Where sequences have their rows: packed by cu, or (cu is None) each in a page of a cache.
+
+    lengths, pages, leftpad: `kvcache.CacheInputs`' cache_seqlens, table and leftpad, None for what a call does not
+    have. length: without lengths. page_rows: from a page's first row to the next one's.
+    """
+
+    cu: Any
+    lengths: Any
+    pages: Any
+    leftpad: Any
+    pages_stride: Any
+    length: Any
+    new: Any
+    capacity: Any
+    page_rows: Any
+    num_pages: Any
+
+
 @gluon.jit
-def _lengths(cu_ptr, offs, sequences):
-    """First rows and lengths; those of sequences that there are not: 0."""
-    first = gl.load(cu_ptr + offs, mask=offs < sequences, other=0)
-    return first, gl.load(cu_ptr + offs + 1, mask=offs < sequences, other=0) - first
+def _lengths(rows, offs, sequences):
+    """First rows and lengths, inside a cache whatever its tables hold; those of sequences that there are not: 0."""
+    there = offs < sequences
+    if rows.cu is not None:
+        first = gl.load(rows.cu + offs, mask=there, other=0)
+        return first, gl.load(rows.cu + offs + 1, mask=there, other=0) - first
+    else:
+        length = offs * 0 + rows.length
+        if rows.lengths is not None:
+            length = gl.load(rows.lengths + offs, mask=there, other=0)
+        end = gl.minimum(gl.maximum(length + rows.new, 0), rows.capacity).to(gl.int32)
+        page = offs
+        if rows.pages is not None:
+            page = gl.load(rows.pages + offs * rows.pages_stride, mask=there, other=0)
+        page = gl.minimum(gl.maximum(page, 0), rows.num_pages - 1).to(gl.int32)
+        pad = offs * 0
+        if rows.leftpad is not None:
+            pad = gl.load(rows.leftpad + offs, mask=there, other=0)
+            pad = gl.minimum(gl.maximum(pad, 0), end).to(gl.int32)
+        return page * rows.page_rows + pad, gl.where(there, end - pad, 0)
 
 
 @gluon.jit(do_not_specialize=["sequences", "packs", "block_m"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def rank_sequences(cu_q_ptr, cu_k_ptr, table_ptr, sequences, packs, block_m):
-    """Fill the table, int32 (TABLE_FIELDS, sequences + 1): sequences by falling number of keys, then an empty one.
+    """Fill the table for packed sequences. Tiles are blocks of queries; with queries and keys exchanged, of keys."""
+    rows_q = Rows(cu_q_ptr, None, None, None, 0, 0, 0, 0, 0, 0)
+    rows_k = Rows(cu_k_ptr, None, None, None, 0, 0, 0, 0, 0, 0)
+    _rank(rows_q, rows_k, table_ptr, sequences, packs, block_m)
 
-    Tiles are blocks of queries; with queries and keys exchanged, blocks of keys.
+
+CACHED_SIZES = [
+    "sequences", "packs", "block_m", "seqlen_q", "pages_stride", "length", "new", "capacity", "page_rows", "num_pages"
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=CACHED_SIZES, do_not_specialize_on_alignment=["lengths_ptr", "pages_ptr", "leftpad_ptr"])
+def rank_cached(
+    lengths_ptr, pages_ptr, leftpad_ptr, table_ptr, sequences, packs, block_m, seqlen_q, pages_stride, length, new,
+    capacity, page_rows, num_pages,
+):  # fmt: skip
+    """Fill the table for seqlen_q queries of each sequence of a cache."""
+    rows_q = Rows(None, None, None, None, 0, seqlen_q, 0, seqlen_q, seqlen_q, sequences)
+    rows_k = Rows(
+        None, lengths_ptr, pages_ptr, leftpad_ptr, pages_stride, length, new, capacity, page_rows, num_pages
+    )  # fmt: skip
+    _rank(rows_q, rows_k, table_ptr, sequences, packs, block_m)
+
+
+@gluon.jit
+def _rank(rows_q, rows_k, table_ptr, sequences, packs, block_m):
+    """Fill the table, int32 (TABLE_FIELDS, sequences + 1): sequences by falling number of keys, then an empty one.
 
     A sequence's place is the number of those that come before it, and its first tile the number of their tiles.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
     offs = gl.program_id(0) * RANKED + gl.arange(0, RANKED, gl.SliceLayout(1, layout))
-    first_q, seqlen_q = _lengths(cu_q_ptr, offs, sequences)
-    first_k, seqlen_k = _lengths(cu_k_ptr, offs, sequences)
+    first_q, seqlen_q = _lengths(rows_q, offs, sequences)
+    first_k, seqlen_k = _lengths(rows_k, offs, sequences)
     place = offs * 0
     first_tile = offs * 0
     all_tiles = sequences * 0
     for start in range(0, sequences, 32):
         others = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
-        _, other_q = _lengths(cu_q_ptr, others, sequences)
-        _, other_k = _lengths(cu_k_ptr, others, sequences)
+        _, other_q = _lengths(rows_q, others, sequences)
+        _, other_k = _lengths(rows_k, others, sequences)
         tiles = (other_q + block_m - 1) // block_m * packs
         longer = other_k[None, :] > seqlen_k[:, None]
         earlier = (other_k[None, :] == seqlen_k[:, None]) & (others[None, :] < offs[:, None])

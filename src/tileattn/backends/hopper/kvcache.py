@@ -1,0 +1,105 @@
+"""Chunks of a prompt on a contiguous cache, by the kernel of packed sequences: where these have their keys is told by
+its table, which a kernel makes of the cache's lengths and tables.
+
+It attends only; another backend has appended.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from tileattn.backends import hopper
+from tileattn.backends.hopper.forward import attention_forward
+from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, arguments, pack_for, plan_for, tile_for
+from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_cached
+from tileattn.kvcache import CacheInputs, CacheProblem
+from tileattn.problem import Forward, Inputs, Problem
+
+
+def supports(problem: CacheProblem) -> str | None:
+    p = problem
+    if p.capacity > p.page_size:
+        return f"a sequence's keys are in several pages, of {p.page_size}"
+    if not p.page_rows:
+        return "sequences' keys are not whole rows apart in both caches"
+    if p.varlen:
+        return "has no packed queries"
+    if p.has_rotary:
+        return "has no rotary embedding of q"
+    if p.split_size:
+        return "has no split_size"
+    packed = as_packed(p)
+    return hopper.supports(packed) or _idle(packed)
+
+
+def _idle(packed: Problem) -> str | None:
+    """Keys are not split here. Tiles that fill three fifths of the device take as long as splits that fill all of it do
+    elsewhere."""
+    p, rows, pack = packed, tile_for(packed).rows, pack_for(packed)
+    tiles = -(-p.seqlen_q * pack // rows) * p.batch * (p.num_heads // pack)
+    return f"{tiles} tiles leave the device idle" if tiles < 0.6 * _num_sms(p.device) else None
+
+
+def as_packed(problem: CacheProblem) -> Problem:
+    return replace(problem.gathered(problem.capacity), varlen=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: CacheProblem) -> Plan:
+    return plan_for(as_packed(problem))
+
+
+def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
+    p, packed = problem, packed_inputs(problem, inputs)
+    out, lse = Forward.unwritten(packed.q, p.head_dim_v)
+    if p.device.index != torch.cuda.current_device():
+        with torch.cuda.device(p.device):
+            _launch(p, inputs, packed, out, lse)
+    else:
+        _launch(p, inputs, packed, out, lse)
+    return by_sequence(p, out, lse)
+
+
+def _launch(problem: CacheProblem, inputs: CacheInputs, packed: Inputs, out: Tensor, lse: Tensor) -> None:
+    p, plan = problem, _plan(problem)
+    stream = driver.active.get_current_stream(p.device.index)
+    table = torch.empty((TABLE_FIELDS, p.batch + 1), dtype=torch.int32, device=p.device)
+    args = ranking(p, inputs, plan, table)
+    compiled = _kernel(p.device, *(None if x is None else x.dtype for x in args[:3]))
+    _run(rank_cached, compiled, p.batch // RANKED.value + 1, args, stream)
+    args = arguments(plan, packed, out, lse, counter_for(p.device, stream), table)
+    _run(attention_forward, plan.kernel, plan.most_programs, args, stream)
+
+
+def packed_inputs(problem: CacheProblem, inputs: CacheInputs) -> Inputs:
+    """All rows of all sequences, and of all pages, in one dim."""
+    p, x = problem, inputs
+
+    def in_one(cache: Tensor) -> Tensor:
+        pages, page_size, heads, dim = cache.shape
+        rows = (pages - 1) * p.page_rows + page_size
+        return cache.as_strided((rows, heads, dim), cache.stride()[1:])
+
+    return Inputs(x.q.flatten(0, 1), in_one(x.k_cache), in_one(x.v_cache), alibi_slopes=x.alibi_slopes, sink=x.sink)
+
+
+def ranking(problem: CacheProblem, inputs: CacheInputs, plan: Plan, table: Tensor) -> tuple[Any, ...]:
+    """What rank_cached takes."""
+    p, x, mode = problem, inputs, plan.mode
+    pages_stride = 0 if x.table is None else x.table.stride(0)
+    tiles = p.batch, p.num_heads // mode.PACK.value, mode.BLOCK_M.value
+    cache = pages_stride, p.seqlen_cache, p.seqlen_new, p.capacity, p.page_rows, x.k_cache.shape[0]
+    return x.cache_seqlens, x.table, x.leftpad, table, *tiles, p.seqlen_q, *cache
+
+
+def by_sequence(problem: CacheProblem, out: Tensor, lse: Tensor) -> Forward:
+    """out and lse of packed sequences that are all of seqlen_q rows."""
+    p = problem
+    out = out.view(p.batch, p.seqlen_q, p.num_heads, p.head_dim_v)
+    return Forward(out, lse.view(p.num_heads, p.batch, p.seqlen_q).transpose(0, 1).contiguous())
