@@ -37,6 +37,7 @@ class CacheMode(NamedTuple):
     positions of a page, 0 where a sequence has one. in_page: blocks of keys begin at multiples of block_n, and lie
     "whole" in a page, or have whole pages as "parts"; or neither ("").
     plain, exact, precision, left, right: as for `launch.Mode`. batch_block: the batch, padded to a power of two.
+    one_walk: over all keys of a run, with masks; else those that all rows see whole have a loop without.
     """
 
     dim: Any
@@ -60,6 +61,7 @@ class CacheMode(NamedTuple):
     fixed_split: Any
     group: Any
     batch_block: Any
+    one_walk: Any
     block_m: Any
     block_n: Any
 
@@ -97,8 +99,10 @@ def _load_part(
     """Dims START to START + BLOCK of rows at offsets, [BLOCK_N, BLOCK]."""
     dims = START + tl.arange(0, BLOCK)[None, :]
     ptrs = cache.ptr + offsets[:, None] + dims
-    if CHECK:
+    if CHECK and START + BLOCK > DIM:
         return tl.load(ptrs, mask=inside[:, None] & (dims < DIM), other=0.0)
+    elif CHECK:
+        return tl.load(ptrs, mask=inside[:, None], other=0.0)
     elif START + BLOCK > DIM:
         return tl.load(ptrs, mask=dims < DIM, other=0.0)
     else:
@@ -328,15 +332,18 @@ def decode_kernel(
     lo, full_lo, full_hi, hi = _ranges(
         start, stop, tile * mode.block_m // mode.group, last_row // mode.group, here, sizes, changes, mode
     )
-    if mode.left:
+    if mode.one_walk:
+        full_hi = lo
+    else:
+        if mode.left:
+            acc_a, acc_b, m_i, l_i = _attend(
+                acc_a, acc_b, m_i, l_i, lo, tl.minimum(full_lo, hi), q_a, q_b, first, k, v, here, where, sizes,
+                changes, mode, True,
+            )  # fmt: skip
         acc_a, acc_b, m_i, l_i = _attend(
-            acc_a, acc_b, m_i, l_i, lo, tl.minimum(full_lo, hi), q_a, q_b, first, k, v, here, where, sizes, changes,
-            mode, True,
+            acc_a, acc_b, m_i, l_i, full_lo, tl.minimum(full_hi, hi), q_a, q_b, first, k, v, here, where, sizes,
+            changes, mode, False,
         )  # fmt: skip
-    acc_a, acc_b, m_i, l_i = _attend(
-        acc_a, acc_b, m_i, l_i, full_lo, tl.minimum(full_hi, hi), q_a, q_b, first, k, v, here, where, sizes, changes,
-        mode, False,
-    )  # fmt: skip
     acc_a, acc_b, m_i, l_i = _attend(
         acc_a, acc_b, m_i, l_i, full_hi, hi, q_a, q_b, first, k, v, here, where, sizes, changes, mode, True
     )

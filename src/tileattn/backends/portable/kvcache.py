@@ -389,6 +389,7 @@ def _plan(
         p.split_size > 0,
         p.group,
         _batch_block(p.batch),
+        p.seqlen_q * p.group <= tile.block_m,  # loading keys takes longer than anything done with them
         tile.block_m,
         tile.block_n,
     )
