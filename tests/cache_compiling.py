@@ -8,7 +8,7 @@ import triton
 from compiling import Compiled, _Driver, _measure
 from triton.backends.compiler import GPUTarget
 
-from tileattn.backends.portable import kvcache
+from tileattn.backends.portable import kvcache, launch
 from tileattn.backends.portable.launch import compile_options
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 
@@ -19,16 +19,16 @@ def compile_cache_call(
     """Every kernel of a call, appending first if it does."""
     found: list[Compiled] = []
 
-    def record(kernel, launch):
-        options = compile_options(launch.tile)
-        compiled = kernel.run(*launch.args, grid=(launch.programs,), warmup=True, **options)
+    def record(kernel, call):
+        options = compile_options(call.tile)
+        compiled = kernel.run(*call.args, grid=(call.programs,), warmup=True, **options)
         found.append(_measure(kernel.__name__, compiled, target))
 
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver(target, True))
     try:
         with (
-            mock.patch.object(kvcache, "start", record),
+            mock.patch.object(launch, "start", record),
             mock.patch.object(kvcache, "_table_for", return_value=table),
             mock.patch.object(kvcache, "_multiprocessors", return_value=multiprocessors),
             mock.patch.object(kvcache, "_plan", kvcache._plan.__wrapped__),

@@ -47,7 +47,7 @@ def test_oracle_rule(name):
 def test_oracle_rule_of_chunks_that_fill_the_device_without_splits(monkeypatch):
     monkeypatch.setattr(portable, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(portable, "_plan", portable._plan.__wrapped__)
-    monkeypatch.setattr(portable, "_alike", lambda *_: [])
+    monkeypatch.setattr(portable, "_kept", lambda *_: {})
     check(portable, WIDE.but(seqlen_q=200, new=200, causal=True, page_size=16), "cuda")
 
 

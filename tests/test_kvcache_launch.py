@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tileattn import kvcache as checks
 from tileattn.backends.portable import kvcache as portable
+from tileattn.backends.portable import launch
 from tileattn.kvcache import Append, CacheProblem
 
 UNLIKE = {"longer": {"capacity": 112}, "other lengths": {"lengths": (7, 8, 9)}, "float16": {"dtype": torch.float16}}
@@ -47,10 +48,10 @@ def run(call, launches):
 
 def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
     launches = Launches()
-    monkeypatch.setattr(portable, "start", launches.start)
+    monkeypatch.setattr(launch, "start", launches.start)
     monkeypatch.setattr(portable, "_table_for", lambda device, dtype: portable.HOPPER)
-    expect_repeats_as_fresh(calls(), run, launches, portable._alike.cache_clear)
-    portable._alike.cache_clear()
+    expect_repeats_as_fresh(calls(), run, launches, portable._kept.cache_clear)
+    portable._kept.cache_clear()
 
 
 def test_checks_of_a_call_are_remembered_by_all_that_they_look_at(monkeypatch):

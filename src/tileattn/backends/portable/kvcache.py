@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tileattn.backends.entry import observed
 from tileattn.backends.portable import refusal
 from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
 from tileattn.backends.portable.combine import CombineMode, combine_kernel
@@ -20,7 +19,7 @@ from tileattn.backends.portable.decode import CacheMode, Changes, Rows, decode_k
 from tileattn.backends.portable.device.cache import Cache, Where
 from tileattn.backends.portable.device.rotary import Rotary
 from tileattn.backends.portable.kept import Kept
-from tileattn.backends.portable.launch import Launch, one_object_a_place, start
+from tileattn.backends.portable.launch import Launch, Launches
 from tileattn.backends.portable.tuning import Tile
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.kvcache_checks import capacity_of
@@ -95,8 +94,9 @@ def append(append: Append) -> None:
     tensors = *x[:7], *_of_equal_strides(x.rotary_cos, x.rotary_sin)
     if tokens:
         scalars = sizes, x.rotary_interleaved
-        launches = _launches_of(scalars, tensors, x.k.device, *scalars)
-        launches.launch(append_kernel, _appending, tensors, [y.data_ptr() for y in tensors if y is not None])
+        addresses = [y.data_ptr() for y in tensors if y is not None]
+        launches = Launches(x.k.device, _kept_for(scalars, tensors), tensors, addresses)
+        launches.launch(append_kernel, functools.partial(_appending, *scalars))
 
 
 def _appending(sizes: tuple[int, ...], interleaved: bool, *tensors: Any) -> Launch:
@@ -128,20 +128,19 @@ def _append_mode(
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
     p, x = problem, _as_read(inputs)
     addresses = [tensor.data_ptr() for tensor in x if tensor is not None]
-    launches, plan = _known(p, x, addresses)
+    kept, plan = _known(p, x, addresses)
     out, lse = Forward.unwritten(x.q, p.head_dim_v)
     if plan.programs == 0:
         return Forward(out, lse)
     partial = x.q.new_empty(plan.partial_shape, dtype=torch.float32) if plan.partial_shape else None
-    outputs = out, lse, partial
-    addresses += [tensor.data_ptr() for tensor in outputs if tensor is not None]
-    launches.launch(decode_kernel, _decoding, (*x, *outputs), addresses)
+    launches = Launches(p.device, kept, (x,), addresses)
+    launches.launch(decode_kernel, functools.partial(_decoding, p, plan), out, lse, partial)
     if partial is not None:
-        launches.launch(combine_kernel, _combining, (*x, *outputs), addresses)
+        launches.launch(combine_kernel, functools.partial(_combining, p, plan), out, lse, partial)
     return Forward(out, lse)
 
 
-def _known(problem: CacheProblem, inputs: CacheInputs, addresses: list[int]) -> tuple[Launches, Plan]:
+def _known(problem: CacheProblem, inputs: CacheInputs, addresses: list[int]) -> tuple[dict[Any, Kept | None], Plan]:
     """What is kept for calls like this one."""
     p, x = problem, inputs
     tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -157,28 +156,32 @@ def _known(problem: CacheProblem, inputs: CacheInputs, addresses: list[int]) -> 
     return found
 
 
-def _made(problem: CacheProblem, inputs: CacheInputs, same_memory: bool, tf32: bool) -> tuple[Launches, Plan]:
+def _made(
+    problem: CacheProblem, inputs: CacheInputs, same_memory: bool, tf32: bool
+) -> tuple[dict[Any, Kept | None], Plan]:
     p, x = problem, inputs
     half = 0 if x.rotary_cos is None else x.rotary_cos.shape[1]
     same_strides = x.k_cache.stride() == x.v_cache.stride()
     total_q = x.q.shape[0] if p.varlen else 0
     of_caches = same_strides, same_strides and same_memory
     plan = _plan(p, x.k_cache.shape[0], total_q, half, x.leftpad is not None, *of_caches, tf32)
-    return _launches_of((p, same_memory, tf32), x, p.device, p, plan), plan
+    return _kept_for((p, same_memory, tf32), x), plan
 
 
-def _decoding(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
-    *inputs, out, lse, partial = tensors
-    x = CacheInputs(*inputs)
+def _decoding(
+    problem: CacheProblem, plan: Plan, inputs: CacheInputs, out: Tensor, lse: Tensor, partial: Tensor | None
+) -> Launch:
+    x = inputs
     caches = [Cache(cache, *cache.stride()[:3]) for cache in (x.k_cache, x.v_cache)]
     rest = partial, _where_of(*x[3:8]), _rotary_of(x.rotary_cos, x.rotary_sin), _changes_of(problem, x)
     args = _rows_of(x.q), *caches, _rows_of(out), lse, *rest, *plan.sizes, plan.mode
     return Launch(plan.programs, plan.tile, args)
 
 
-def _combining(problem: CacheProblem, plan: Plan, *tensors: Any) -> Launch:
-    *inputs, out, lse, partial = tensors
-    p, x = problem, CacheInputs(*inputs)
+def _combining(
+    problem: CacheProblem, plan: Plan, inputs: CacheInputs, out: Tensor, lse: Tensor, partial: Tensor
+) -> Launch:
+    p, x = problem, inputs
     where = _where_of(None, x.cache_seqlens, x.leftpad, x.cu_seqlens_q, x.cu_seqlens_k)
     mode = CombineMode(*(getattr(plan.mode, name) for name in CombineMode._fields))
     args = _rows_of(out), lse, partial, where, x.sink, *plan.sizes, mode
@@ -206,51 +209,14 @@ def _of_equal_strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | 
     return cos.contiguous(), sin.contiguous()
 
 
-class Launches:
-    """Kernels of calls that look alike: the same scalars, and tensors of the same dtypes, shapes, strides and
-    alignment. What Triton makes of their arguments is kept, as by `launch.Launcher`."""
-
-    def __init__(self, device: torch.device, *described: Any) -> None:
-        self.device, self.described = device, described
-        self.kept: dict[Any, Kept] = {}
-
-    def launch(
-        self, kernel: Any, describe: Callable[..., Launch], tensors: tuple[Tensor | None, ...], addresses: list[int]
-    ) -> None:
-        """describe(*described, *tensors) tells how; addresses are those of tensors that are there."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self._launch(kernel, describe, tensors, addresses)
-        else:
-            self._launch(kernel, describe, tensors, addresses)
-
-    def _launch(self, kernel: Any, describe: Any, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> None:
-        kept = self.kept.get(kernel.fn)
-        if kept is not None and not observed():
-            kept.launch(addresses, self.device.index)
-            return
-        places: list[Tensor] = []
-        launch = describe(*self.described, *one_object_a_place(tensors, places))
-        compiled = start(kernel, launch)
-        if compiled is not None:
-            number = {id(x): i for i, x in enumerate(places)}
-            self.kept[kernel.fn] = Kept(compiled, launch.programs, launch.args, number)
-
-
-def _launches_of(
-    scalars: tuple[Any, ...], tensors: tuple[Tensor | None, ...], device: torch.device, *described: Any
-) -> Launches:
-    """Those kept for such scalars and tensors; described follows from these."""
-    of_tensors = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
-    alike = _alike(scalars, *of_tensors)
-    if not alike:
-        alike.append(Launches(device, *described))
-    return alike[0]
+def _kept_for(scalars: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> dict[Any, Kept | None]:
+    """Launches of calls with such scalars and tensors."""
+    return _kept(scalars, *[None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
 @functools.lru_cache(maxsize=4096)
-def _alike(*_key: Any) -> list[Launches]:
-    return []
+def _kept(*_alike: Any) -> dict[Any, Kept | None]:
+    return {}
 
 
 class Split(NamedTuple):

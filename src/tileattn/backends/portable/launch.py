@@ -229,40 +229,26 @@ def _strides(name: str, x: Tensor | None) -> dict[str, Any]:
     }
 
 
-class Launcher:
+class Launches:
     """Launches the kernels of one call.
 
     Binding arguments and looking up what Triton has compiled for them takes longer than a small kernel runs. Launches
     are kept, from the second on, for all calls that look alike: the same Problem, tensors of the same dtypes, shapes,
     strides and alignment. That is all that arguments are made of and that Triton specialises on; only addresses change.
+
+    kept: those of calls like this one. tensors: of the call, in tuples or not; addresses: of those that there are.
     """
 
-    def __init__(self, problem: Problem, inputs: Inputs, *others: Tensor | None) -> None:
-        if inputs.mask is not None:
-            inputs = inputs._replace(mask=inputs.mask.view(torch.uint8))
-        self.device = problem.device
-        self.elsewhere = self.device.type == "cuda" and self.device.index != torch.cuda.current_device()
+    def __init__(
+        self, device: torch.device, kept: dict[Any, Kept | None], tensors: tuple[Any, ...], addresses: list[int]
+    ) -> None:
+        self.device, self.kept, self.tensors, self.addresses = device, kept, tensors, addresses
+        self.elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         self.watched = observed()
-        self.inputs, self.others = inputs, others
-        q, k, v, *modifiers, of_score, of_mask = inputs
-        modifiers = [x for x in (*modifiers, *of_score, *of_mask) if x is not None]
-        self.addresses = [x.data_ptr() for x in (q, k, v, *modifiers, *others) if x is not None]
-        self.kept = _kept(
-            problem,  # which says what inputs there are, and the dtype and shape of q, k and v
-            _precision(problem),
-            q.shape[0],  # but not how many rows packed sequences have
-            k.shape[0],
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            *[(x.dtype, x.shape, x.stride()) for x in modifiers],
-            *[None if x is None else (x.dtype, x.stride()) for x in others],  # whose shapes follow
-            *[address % 16 for address in self.addresses],
-        )
 
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
-        """Launch a kernel. describe(inputs, *others, *outputs) tells how; its tiles, the layout of outputs, and which
-        are None, follow from what this launcher was made of, and from the role of a kernel that has several."""
+        """Launch a kernel. describe(*tensors, *outputs) tells how; its tiles, the layout of outputs, and which are
+        None, follow from what calls alike have in common, and from the role of a kernel that has several."""
         if self.elsewhere:
             with torch.cuda.device(self.device):
                 self._launch(kernel, role, describe, outputs)
@@ -276,9 +262,7 @@ class Launcher:
             kept.launch(self.addresses + [x.data_ptr() for x in outputs if x is not None], self.device.index)
             return
         places: list[Tensor] = []
-        arguments = one_object_a_place((*self.inputs, *self.others, *outputs), places)
-        end = len(Inputs._fields)
-        launch = describe(Inputs._make(arguments[:end]), *arguments[end:])
+        launch = describe(*one_object_a_place((*self.tensors, *outputs), places))
         compiled = start(kernel, launch) if launch.programs else None
         if compiled is not None and key not in self.kept:
             self.kept[key] = None  # what comes once, as shapes that always change do, is not worth it
@@ -286,11 +270,35 @@ class Launcher:
             self.kept[key] = Kept(compiled, launch.programs, launch.args, {id(x): i for i, x in enumerate(places)})
 
 
+class Launcher(Launches):
+    """Launches the kernels of attention, described by (inputs, *others, *outputs)."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, *others: Tensor | None) -> None:
+        if inputs.mask is not None:
+            inputs = inputs._replace(mask=inputs.mask.view(torch.uint8))
+        q, k, v, *modifiers, of_score, of_mask = inputs
+        modifiers = [x for x in (*modifiers, *of_score, *of_mask) if x is not None]
+        addresses = [x.data_ptr() for x in (q, k, v, *modifiers, *others) if x is not None]
+        kept = _kept(
+            problem,  # which says what inputs there are, and the dtype and shape of q, k and v
+            _precision(problem),
+            q.shape[0],  # but not how many rows packed sequences have
+            k.shape[0],
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            *[(x.dtype, x.shape, x.stride()) for x in modifiers],
+            *[None if x is None else (x.dtype, x.stride()) for x in others],  # whose shapes follow
+            *[address % 16 for address in addresses],
+        )
+        super().__init__(problem.device, kept, (inputs, *others), addresses)
+
+
 class Anticipation(Launcher):
     """Launches nothing, but begins to compile what would be launched."""
 
     def launch(self, kernel: Any, describe: Describe, *outputs: Tensor | None, role: Any = None) -> None:
-        launch = describe(self.inputs, *self.others, *outputs)
+        launch = describe(*self.tensors, *outputs)
         if launch.programs:
             ahead.begin(self.device, functools.partial(compile_only, kernel, launch))
 
@@ -300,7 +308,8 @@ def one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any
 
     def visit(x: Any) -> Any:
         if isinstance(x, tuple):
-            return tuple(map(visit, x))
+            visited = map(visit, x)
+            return x._make(visited) if hasattr(x, "_make") else tuple(visited)
         if x is None:
             return None
         places.append(x.detach())
