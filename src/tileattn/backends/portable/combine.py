@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tileattn.backends.portable.decode import partial_rows, store_rows
-from tileattn.backends.portable.device.cache import SIZES, Sizes, all_splits, queries_of
+from tileattn.backends.portable.device.cache import SIZES, Sizes, all_splits, first_items, queries_of
 from tileattn.backends.portable.device.softmax import power
 
 PARTS = tl.constexpr(16)  # taken in at a time
@@ -91,14 +91,15 @@ def combine_kernel(
         batch, seqlen_q, seqlen_cache, seqlen_new, num_pages, capacity, num_heads_k, total_q, window_left,
         window_right, items, split_blocks,
     )  # fmt: skip
-    each, all_splits_of, _ = all_splits(where, sizes, mode)
+    each, all_splits_of, size, total = all_splits(where, sizes, mode)
     if tl.max(all_splits_of, 0) <= 1:  # as often in a large batch
         return
+    all_first = first_items(all_splits_of, size, total, sizes, mode)
     rows_of_head = seqlen_q * mode.group
     for i in tl.range(tl.program_id(0), rows_of_head * num_heads_k * batch, tl.num_programs(0)):
         b = i // rows_of_head // num_heads_k
         splits = tl.sum(tl.where(each == b, all_splits_of, 0), 0)
         if splits > 1:
-            first = tl.sum(tl.where(each < b, all_splits_of, 0), 0)
+            first = tl.sum(tl.where(each == b, all_first, 0), 0)
             head_k = i // rows_of_head % num_heads_k
             _combine_row(out, lse, partial, where, sink, sizes, b, head_k, i % rows_of_head, first, splits, mode)

@@ -21,6 +21,7 @@ from tileattn.backends.portable.device.cache import (
     offsets_of,
     place_of_block,
     queries_of,
+    share_of,
     split_of,
     visible_blocks,
 )
@@ -286,8 +287,8 @@ def decode_kernel(
     head_k = tl.program_id(0) // tiles % num_heads_k
     item = tl.program_id(0) // tiles // num_heads_k
     if mode.split:
-        b, split, blocks, splits = split_of(item, where, sizes, mode)
-        if b >= batch:
+        b, split, total = split_of(item, where, sizes, mode)
+        if b < 0:
             return
     else:
         b = item
@@ -300,10 +301,11 @@ def decode_kernel(
     row = tl.where(inside, row, 0)
     head = head_k * mode.group + rows % mode.group
     first, seqlen_k = keys_of(where, sizes, b, True)
-    first_block, _ = visible_blocks(where, sizes, b, True, mode)
+    first_block, seen_blocks = visible_blocks(where, sizes, b, True, mode)
     start = first_block * mode.block_n
     stop = seqlen_k
     if mode.split:
+        splits, blocks = share_of(seen_blocks, total, sizes, mode)
         start += split * blocks * mode.block_n
         stop = tl.minimum(start + blocks * mode.block_n, seqlen_k)
     here = b, head, row, len_q, seqlen_k

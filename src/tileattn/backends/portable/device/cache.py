@@ -155,33 +155,50 @@ def visible_blocks(where, sizes, b, inside, mode):
 
 
 @triton.jit
-def all_splits(where, sizes, mode):
-    """Of all sequences (a vector, padded to a power of two): the number of splits of each, and blocks in a split.
+def share_of(blocks, total, sizes, mode):
+    """(number of splits, blocks in each) of a sequence that has `blocks` of all `total`; or of several.
 
     split_blocks fixes the latter. Otherwise a sequence gets a share of sizes.items that is in proportion to its keys,
     rounded up from a quarter, so that no split is much longer than others, and at least one."""
-    b = tl.arange(0, mode.batch_block)
-    inside = b < sizes.batch
-    _, blocks = visible_blocks(where, sizes, b, inside, mode)
     if mode.fixed_split:
         size = blocks * 0 + sizes.split_blocks
     else:
-        total = tl.maximum(tl.sum(blocks, 0), 1)
         size = tl.cdiv(blocks, tl.maximum((blocks * sizes.items + total // 4 * 3) // total, 1))
     size = tl.maximum(size, 1)
-    splits = tl.where(inside, tl.maximum(tl.cdiv(blocks, size), 1), 0)
-    return b, splits, size
+    return tl.maximum(tl.cdiv(blocks, size), 1), size
+
+
+@triton.jit
+def all_splits(where, sizes, mode):
+    """Of all sequences (vectors, padded to a power of two): which they are, and their splits as share_of has them; and
+    the blocks of all."""
+    b = tl.arange(0, mode.batch_block)
+    inside = b < sizes.batch
+    _, blocks = visible_blocks(where, sizes, b, inside, mode)
+    total = tl.maximum(tl.sum(blocks, 0), 1)
+    splits, size = share_of(blocks, total, sizes, mode)
+    return b, tl.where(inside, splits, 0), size, total
+
+
+@triton.jit
+def first_items(splits, size, total, sizes, mode):
+    """The first work item of every sequence. Programs start in the order of items, so those that have less than half of
+    what is usual come last: they fill the time that others take to end."""
+    if mode.fixed_split:
+        return tl.cumsum(splits, 0) - splits
+    else:
+        late = size * (2 * sizes.items) < total
+        splits = splits.to(tl.int64)
+        counted = tl.cumsum(tl.where(late, splits << 32, splits), 0)  # of both kinds, in one sum
+        from_end = sizes.items + sizes.batch - (counted >> 32)
+        return tl.where(late, from_end, (counted & 0xFFFFFFFF) - splits).to(tl.int32)
 
 
 @triton.jit
 def split_of(item, where, sizes, mode):
-    """(sequence, split, blocks in a split, number of splits of the sequence) of a work item; sequence is batch for an
-    item too many."""
-    b, splits, size = all_splits(where, sizes, mode)
-    before = tl.cumsum(splits, 0) <= item
-    # one sum across warps for two: how many sequences come before, and how many splits they have
-    packed = tl.sum(tl.where(before, (1 << 32) + splits.to(tl.int64), 0), 0)
-    sequence = tl.minimum((packed >> 32).to(tl.int32), sizes.batch)
-    here = b == sequence
-    packed_here = tl.sum(tl.where(here, (size.to(tl.int64) << 32) + splits, 0), 0)
-    return sequence, item - packed.to(tl.int32), (packed_here >> 32).to(tl.int32), packed_here.to(tl.int32)
+    """(sequence, split, blocks of all) of a work item; sequence is -1 for an item that none has."""
+    b, splits, size, total = all_splits(where, sizes, mode)
+    first = first_items(splits, size, total, sizes, mode)
+    here = (first <= item) & (item < first + splits)
+    found = tl.sum(tl.where(here, ((b + 1).to(tl.int64) << 32) + first, 0), 0)
+    return (found >> 32).to(tl.int32) - 1, item - found.to(tl.int32), total
