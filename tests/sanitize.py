@@ -80,6 +80,15 @@ def cache() -> None:
         torch.cuda.synchronize()
 
 
+@torch.no_grad()
+def chunk_on_hopper() -> None:
+    """To a contiguous cache, behind left padding."""
+    q, k_cache, v_cache = tensor(2, 130, 24, 64), tensor(3, 300, 1, 64), tensor(3, 300, 1, 64)
+    where = {"cache_seqlens": indices(300, 140), "cache_batch_idx": indices(2, 0), "cache_leftpad": indices(5, 0)}
+    tileattn.attention_with_kvcache(q, k_cache, v_cache, **where, causal=True, backend="hopper")
+    torch.cuda.synchronize()
+
+
 def main(names: list[str]) -> None:
     parts = {
         "portable": lambda: dense("portable"),
@@ -88,7 +97,7 @@ def main(names: list[str]) -> None:
         "cache": cache,
     }
     if hopper._is_hopper(torch.device("cuda", 0)):
-        parts["hopper"] = lambda: (dense("hopper"), packed("hopper"))
+        parts["hopper"] = lambda: (dense("hopper"), packed("hopper"), chunk_on_hopper())
     for name in names or parts:
         parts[name]()
 
