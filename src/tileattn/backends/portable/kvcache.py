@@ -26,6 +26,7 @@ from tileattn.kvcache_checks import capacity_of
 from tileattn.problem import Forward
 
 MIN_SPLIT = 256  # keys that are worth a program of their own
+SHORT_RUN = 4  # blocks of keys, at most, that are taken in one walk
 MAX_BATCH = 4096  # a program looks at all lengths
 MIN_BATCH_BLOCK = 128  # of lengths, one a thread: a smaller batch needs no kernel of its own
 
@@ -241,6 +242,15 @@ def _split_for(problem: CacheProblem, tile: CacheTile) -> Split:
     return Split(wanted + p.batch, wanted, 0)
 
 
+def _suits_one_walk(problem: CacheProblem, tile: CacheTile, split: Split) -> bool:
+    """Whether runs are so short that beginning a second walk takes longer than masks in the first. Not where the split
+    is fixed: the batch must not choose."""
+    p = problem
+    if p.split_size or p.seqlen_q * p.group > tile.block_m:
+        return False
+    return p.batch * p.capacity <= SHORT_RUN * tile.block_n * split.wanted
+
+
 def _splits_each(programs: int, slots: int, most: int) -> int:
     """Splits a sequence, as few as leave little of the last wave of programs idle."""
     best, best_use = 1, 0.0
@@ -355,7 +365,7 @@ def _plan(
         p.split_size > 0,
         p.group,
         _batch_block(p.batch),
-        p.seqlen_q * p.group <= tile.block_m,  # loading keys takes longer than anything done with them
+        _suits_one_walk(p, tile, split),
         tile.block_m,
         tile.block_n,
     )
