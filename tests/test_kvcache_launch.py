@@ -1,5 +1,7 @@
 """Calls with a cache that look alike: their checks and their launches are remembered, and are those of a fresh call."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -52,6 +54,16 @@ def test_repeated_launches_are_those_that_a_fresh_one_would_be(monkeypatch):
     monkeypatch.setattr(portable, "_table_for", lambda device, dtype: portable.HOPPER)
     expect_repeats_as_fresh(calls(), run, launches, portable._kept.cache_clear)
     portable._kept.cache_clear()
+
+
+def test_what_is_kept_of_appending_is_of_one_device(monkeypatch):
+    kept = []
+    monkeypatch.setattr(portable, "Launches", lambda device, of_device, *_: kept.append(of_device) or mock.Mock())
+    for device in ("cpu", "meta", "cpu"):
+        cache, new = torch.empty(2, 8, 2, 32, device=device), torch.empty(2, 1, 2, 32, device=device)
+        portable.append(Append(cache, cache, new, new, None, None, None, None, None, 2, 3, False))
+    assert kept[0] is kept[2]
+    assert kept[0] is not kept[1]
 
 
 def test_checks_of_a_call_are_remembered_by_all_that_they_look_at(monkeypatch):

@@ -96,7 +96,7 @@ def append(append: Append) -> None:
     if tokens:
         scalars = sizes, x.rotary_interleaved
         addresses = [y.data_ptr() for y in tensors if y is not None]
-        launches = Launches(x.k.device, _kept_for(scalars, tensors), tensors, addresses)
+        launches = Launches(x.k.device, _kept_for((x.k.device, *scalars), tensors), tensors, addresses)
         launches.launch(append_kernel, functools.partial(_appending, *scalars))
 
 
@@ -211,7 +211,7 @@ def _of_equal_strides(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | 
 
 
 def _kept_for(scalars: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> dict[Any, Kept | None]:
-    """Launches of calls with such scalars and tensors."""
+    """Launches of calls with such tensors, and scalars, which tell the device: a compiled kernel is of one."""
     return _kept(scalars, *[None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
