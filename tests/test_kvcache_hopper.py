@@ -64,6 +64,22 @@ def test_pages_may_be_apart_and_heads_outside():
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_a_cache_that_is_not_aligned_is_copied_once():
+    """Heads outside, in one dim of rows each is there four times."""
+    shape = 3, 4, 50, 64  # batch, heads, positions, dim
+    size = torch.Size(shape).numel()
+    k_cache, v_cache = (torch.zeros(4 + size, dtype=torch.bfloat16)[4:].view(shape).transpose(1, 2) for _ in range(2))
+    k_cache.normal_()
+    q = torch.randn(3, 70, 4, 64, dtype=torch.bfloat16)
+    problem, inputs = CacheCall((q, k_cache, v_cache), {}).problem()
+    packed = chunks.packed_inputs(problem, inputs)
+    assert problem.page_rows == 200
+    for x in (packed.k, packed.v):
+        assert x.data_ptr() % 16 == 0
+        assert x.untyped_storage().nbytes() == 2 * size
+    assert torch.equal(packed.k[200:250], k_cache[1])
+
+
 def test_bad_lengths_and_tables_never_reach_outside_the_cache():
     """The simulator tells of rows that are not there."""
     problem, inputs = build(WIDE.but(batch_idx=True, leftpad=(1, 2, 3), new=70)).problem()
@@ -97,6 +113,8 @@ def test_what_it_serves_and_what_not(monkeypatch):
         assert words in chunks.supports(build(large.but(**changes)).problem()[0])
     problem, inputs = build(large).problem()
     assert rows_between_pages(inputs.k_cache, inputs.v_cache[:, ::2]) == 0
+    one = torch.zeros(3, 1, 2, 64).as_strided((3, 1, 2, 64), (128, 1, 64, 1))
+    assert rows_between_pages(one, one) == 0
     assert "whole rows apart" in chunks.supports(dataclasses.replace(problem, page_rows=0))
 
 

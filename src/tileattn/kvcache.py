@@ -304,6 +304,8 @@ def rows_between_pages(k_cache: Tensor, v_cache: Tensor) -> int:
         page, row, _, _ = x.stride()
         if pages <= 1:
             return page_size
+        if page_size == 1:  # whose row stride means nothing
+            return 0
         return page // row if row > 0 and page % row == 0 and pages * (page // row) < 2**31 else 0
 
     rows = of(k_cache)

@@ -78,11 +78,14 @@ def _launch(problem: CacheProblem, inputs: CacheInputs, packed: Inputs, out: Ten
 
 
 def packed_inputs(problem: CacheProblem, inputs: CacheInputs) -> Inputs:
-    """All rows of all sequences, and of all pages, in one dim."""
+    """All rows of all sequences, and of all pages, in one dim. A cache that does not start at a multiple of 16 bytes is
+    copied as it lies: rows in one dim may be in it several times, once for each head."""
     p, x = problem, inputs
 
     def in_one(cache: Tensor) -> Tensor:
         pages, page_size, heads, dim = cache.shape
+        if cache.data_ptr() % 16:
+            cache = cache.new_empty_strided(cache.shape, cache.stride()).copy_(cache)
         rows = (pages - 1) * p.page_rows + page_size
         return cache.as_strided((rows, heads, dim), cache.stride()[1:])
 
