@@ -1,6 +1,8 @@
 """Chunks of a prompt on a cache by the Hopper kernel: its source in the simulator, what it serves, and what is kept."""
 
 import dataclasses
+import importlib
+import sys
 
 import pytest
 import torch
@@ -116,6 +118,16 @@ def test_what_it_serves_and_what_not(monkeypatch):
     one = torch.zeros(3, 1, 2, 64).as_strided((3, 1, 2, 64), (128, 1, 64, 1))
     assert rows_between_pages(one, one) == 0
     assert "whole rows apart" in chunks.supports(dataclasses.replace(problem, page_rows=0))
+
+
+def test_a_triton_that_it_does_not_know_is_a_reason_and_no_error(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "_import_error", "Triton 9.9")
+    monkeypatch.setattr(hopper, "kvcache", chunks)  # to have it back
+    monkeypatch.delitem(sys.modules, chunks.__name__)
+    monkeypatch.setitem(sys.modules, "tileattn.backends.hopper.forward", None)
+    reason = importlib.import_module(chunks.__name__).supports(build(WIDE).problem()[0])
+    assert reason == "needs Triton's Gluon (Triton 9.9)"
 
 
 def test_a_kept_kernel_is_the_one_that_triton_would_compile_for_other_sizes(monkeypatch):

@@ -6,20 +6,24 @@ It attends only; another backend has appended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from tileattn.backends import hopper
-from tileattn.backends.hopper.forward import attention_forward
-from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, arguments, pack_for, plan_for, tile_for
-from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_cached
 from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Forward, Inputs, Problem
+
+with contextlib.suppress(ImportError):  # of which hopper.supports tells; torch.compile follows no import that fails
+    from triton.runtime import driver
+
+    from tileattn.backends.hopper.forward import attention_forward
+    from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, arguments, pack_for, plan_for, tile_for
+    from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_cached
 
 
 def supports(problem: CacheProblem) -> str | None:
