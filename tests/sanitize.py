@@ -83,7 +83,7 @@ def cache() -> None:
 @torch.no_grad()
 def chunk_on_hopper() -> None:
     """To a contiguous cache, behind left padding."""
-    q, k_cache, v_cache = tensor(2, 130, 24, 64), tensor(3, 300, 1, 64), tensor(3, 300, 1, 64)
+    q, k_cache, v_cache = tensor(2, 130, 48, 64), tensor(3, 300, 1, 64), tensor(3, 300, 1, 64)
     where = {"cache_seqlens": indices(300, 140), "cache_batch_idx": indices(2, 0), "cache_leftpad": indices(5, 0)}
     tileattn.attention_with_kvcache(q, k_cache, v_cache, **where, causal=True, backend="hopper")
     torch.cuda.synchronize()

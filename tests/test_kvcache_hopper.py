@@ -109,6 +109,8 @@ def test_what_it_serves_and_what_not(monkeypatch):
         ({"mask": (False, False, False, 9)}, "mask"),
         ({"seqlen_q": 1}, "fills less than 64 rows"),
         ({"seqlen_q": 128, "num_heads": 8}, "24 tiles leave the device idle"),
+        ({"seqlen_q": 1, "num_heads": 128, "num_heads_k": 1, "lengths": (5,) * 64}, "2 tiles of the longest sequence"),
+        ({"seqlen_q": 8, "num_heads": 64, "num_heads_k": 8, "lengths": (5,) * 64}, "8 tiles of the longest sequence"),
         ({"head_dim": 60, "head_dim_v": 60}, "not a multiple of 8"),
         ({"dtype": torch.float32}, "float16 or bfloat16"),
     ):

@@ -44,10 +44,12 @@ def supports(problem: CacheProblem) -> str | None:
 
 def _idle(packed: Problem) -> str | None:
     """Keys are not split here. Tiles that fill three fifths of the device take as long as splits that fill all of it do
-    elsewhere."""
+    elsewhere. Any sequence may be much longer than the others, and must not be left to a few multiprocessors then."""
     p, rows, pack = packed, tile_for(packed).rows, pack_for(packed)
-    tiles = -(-p.seqlen_q * pack // rows) * p.batch * (p.num_heads // pack)
-    return f"{tiles} tiles leave the device idle" if tiles < 0.6 * _num_sms(p.device) else None
+    tiles, device = -(-p.seqlen_q * pack // rows) * (p.num_heads // pack), _num_sms(p.device)
+    if tiles * p.batch < 0.6 * device:
+        return f"{tiles * p.batch} tiles leave the device idle"
+    return f"{tiles} tiles of the longest sequence may leave the device idle" if tiles < 0.2 * device else None
 
 
 def as_packed(problem: CacheProblem) -> Problem:
