@@ -90,14 +90,20 @@ def _measure(name: str, kernel: Any, target: GPUTarget) -> Compiled:
     if target.backend == "cuda":
         sass = kernel.asm["sass"]
         spills = 4 * len(re.findall(r"\b(?:LDL|STL)\b", sass))
-        used = [int(n) for n in re.findall(r"\bR(\d+)\b", sass)]
-        return Compiled(name, max(used, default=0) + 1, spills, kernel.metadata.shared, kernel)
+        return Compiled(name, _registers_of(kernel.asm["cubin"]), spills, kernel.metadata.shared, kernel)
     amdgcn = kernel.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s*(\d+)", amdgcn)
     spills = re.search(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)
     assert registers is not None
     assert spills is not None
     return Compiled(name, int(registers[1]), 4 * int(spills[1]), kernel.metadata.shared, kernel)
+
+
+def _registers_of(cubin: bytes) -> int:
+    """What the file says: the code names two less than are allocated."""
+    attribute = re.search(rb"\x04\x2f\x08\x00.{4}(.{4})", cubin, re.DOTALL)  # EIATTR_REGCOUNT of a symbol
+    assert attribute is not None
+    return int.from_bytes(attribute[1], "little")
 
 
 def compile_call(

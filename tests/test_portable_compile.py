@@ -122,11 +122,19 @@ def test_a_document_mask_leaves_programs_room_on_a_multiprocessor_of_hopper(head
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"causal": True, "window": (20, 0)}, {"alibi_slopes": torch.ones(2)}], ids=str
+    "options",
+    [
+        {"causal": True},
+        {"causal": True, "window": (20, 0)},
+        {"alibi_slopes": torch.ones(2)},
+        {"dropout_p": 0.1, "dropout_seed": 1},
+    ],
+    ids=str,
 )
 def test_products_overlap_with_the_rest_on_hopper(head_dim, options):
     for found in compile_call(*problem(head_dim, **options), TARGETS["sm90"], tuning.HOPPER):
-        assert products_overlap(found), found.name
+        one_that_waits = found.name == "forward_kernel" and head_dim == 64 and "dropout_p" in options
+        assert products_overlap(found) or one_that_waits, found.name
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -138,8 +146,9 @@ def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_ho
     for found in compile_call(*problem(head_dim, **{name: change}), TARGETS["sm90"], tuning.HOPPER, wanted):
         assert not re.findall(r"LDG\S*\.[US](?:8|16)\b", found.kernel.asm["sass"]), f"{found.name}: narrow loads"
         assert found.spills == 0, f"{found.name}: {found.spills} bytes spilled"
-        assert programs_of(found) >= 2, f"{found.name}: {found.registers} registers, {found.shared} bytes"
-        assert products_overlap(found) or found.name == "backward_kv_kernel", f"{found.name}: waits for every product"
+        programs = 3 if (name, head_dim, found.name) == ("bias", 64, "backward_kv_kernel") else 2
+        assert programs_of(found) >= programs, f"{found.name}: {found.registers} registers, {found.shared} bytes"
+        assert products_overlap(found), f"{found.name}: waits for every product"
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

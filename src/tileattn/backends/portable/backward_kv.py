@@ -142,8 +142,9 @@ def backward_kv_kernel(
                 lse_ptr, delta_ptr, in_head, seqs, mods, mode, WANT_K, WANT_V, True, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
-    if WANT_K:
-        dk_tile *= mods.scale
-        store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
-    if WANT_V:
-        store_block(dv, dv_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim_v, mode.block_dim_v, BLOCK_N)
+    if start_n < seqlen_k:  # always: a branch, so that LLVM shares nothing of the stores with the loops
+        if WANT_K:
+            dk_tile *= mods.scale
+            store_block(dk, dk_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim, mode.block_dim, BLOCK_N)
+        if WANT_V:
+            store_block(dv, dv_tile, batch, head_k, start_k, start_n, seqlen_k, mode.dim_v, mode.block_dim_v, BLOCK_N)

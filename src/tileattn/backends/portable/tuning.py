@@ -23,9 +23,9 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with a mask_mod, a window that hides keys on the left, or ALiBi, and nothing else that takes many. held: q, and
-    dout, which stay with a program, are operands in registers, so that tensor cores read less shared memory (not of
-    backward_kv, whose sums leave no registers).
+    with something that takes a few more, and nothing that takes many: in forward a mask_mod, a window that hides keys
+    on the left, or ALiBi, in backward_kv a bias. held: q, and dout, which stay with a program, are operands in
+    registers, so that tensor cores read less shared memory (not of backward_kv, whose sums leave no registers).
     """
 
     block_m: int
@@ -51,16 +51,16 @@ HOPPER: Table = {
         1024: Tile(16, 32, 8, 1),
     },
     "backward_kv": {
-        64: Tile(64, 64, 4, 3, True),
+        64: Tile(64, 64, 4, 3, True, masked_registers=168),
         128: Tile(64, 64, 4, 2, True),
-        256: Tile(64, 128, 8, 1, True, ranges=False, dv=Tile(64, 128, 8, 2, True)),
+        256: Tile(32, 128, 8, 3, True, ranges=False, dv=Tile(64, 128, 8, 2, True)),
         512: Tile(16, 64, 8, 1),
         1024: Tile(16, 16, 8, 1),
     },
     "backward_q": {
         64: Tile(64, 64, 4, 2, True),
         128: Tile(64, 64, 4, 3, True, held=True),
-        256: Tile(128, 32, 8, 2, True),
+        256: Tile(128, 32, 8, 3, True),
         512: Tile(64, 16, 8, 1),
         1024: Tile(16, 16, 8, 1),
     },
@@ -115,6 +115,10 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     takes_some = p.mask_mod or (p.window_left >= 0) != p.has_alibi  # registers
     takes_many = p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask or small_blocks
+    if kernel == "backward_kv":
+        several_loops = p.block_size or p.window_left >= 0 or p.window_right >= 0
+        takes_some = p.has_bias and not several_loops
+        takes_many = p.score_mod or p.softcap or p.dropout_p or p.has_mask or p.mask_mod or p.has_alibi
     if takes_some and not takes_many and tile.masked_registers:
         tile = tile._replace(registers=tile.masked_registers)
     return tile
@@ -128,6 +132,8 @@ def _reads_columns(program: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _lookup(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Kernel) -> Tile:
     by_dim = table_for(device, dtype)[kernel]
+    if kernel == "forward" and head_dim % 8 and dtype.itemsize == 2 and head_dim not in by_dim:
+        head_dim = max(head_dim, 65)  # loads of less than 16 bytes, whose addresses take registers: a smaller tile
     return by_dim[min(limit for limit in by_dim if limit >= head_dim)]
 
 

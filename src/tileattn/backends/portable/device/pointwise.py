@@ -20,13 +20,16 @@ def exp(x, EXACT: tl.constexpr):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr):
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - e) / (1.0 + e)
-    y = tl.where(x < 0.0, -y, y)
     if EXACT:  # 1 - e cancels for small x: the series there
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+        y = (1.0 - e) / (1.0 + e)
+        y = tl.where(x < 0.0, -y, y)
         x2 = x * x
         tail = -17 / 315 + x2 * (62 / 2835 + x2 * (-1382 / 155925 + x2 * (21844 / 6081075)))
         y = tl.where(x2 < 0.1, x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * tail))), y)
+    else:
+        r = tl.rsqrt(1.0 + tl.exp2(x * (2.0 * LOG2E)))
+        y = 1.0 - 2.0 * (r * r)  # no division, which takes five instructions
     return y
 
 

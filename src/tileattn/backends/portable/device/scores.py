@@ -155,10 +155,11 @@ def score_tile(qk, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr)
     capped = qk
     raw = qk
     if not mode.plain:
-        s = qk * mods.scale
         if mods.softcap is not None:
-            capped = tanh(s / mods.softcap, mode.exact)
+            capped = tanh(qk * (mods.scale / mods.softcap), mode.exact)
             s = capped * mods.softcap
+        else:
+            s = qk * mods.scale
         if mods.alibi is not None:
             s -= in_head.slope * distance(rows, cols, origin, in_head)
         if mods.bias is not None:
