@@ -150,6 +150,16 @@ def test_chunks_on_hopper_through_the_api_compiled_and_in_a_graph_replayed_with_
 
 
 @needs_hopper
+def test_chunks_on_hopper_of_caches_with_heads_outside():
+    (q, k_cache, v_cache, k, v), options = build(CHUNK.but(num_heads=48, causal=True), "cuda")
+    outside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_cache, v_cache)]
+    expected = tileattn.attention_with_kvcache(q, k_cache, v_cache, k, v, **options, backend="portable")
+    found = tileattn.attention_with_kvcache(q, *outside, k, v, **options, backend="hopper")
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(outside[0].nan_to_num(), k_cache.nan_to_num())
+
+
+@needs_hopper
 def test_bad_lengths_and_tables_are_survived_by_chunks_on_hopper():
     (q, k_cache, v_cache, k, v), options = build(CHUNK.but(num_heads=48, batch_idx=True), "cuda")
     for cache in (k_cache, v_cache):
