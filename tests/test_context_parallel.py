@@ -1,5 +1,7 @@
 """PyTorch's context parallelism, which merges FlashAttention's results over parts of the keys, on tileattn's."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ def compare_ring_with_the_whole(rank, store):
         for got, of_whole in zip((found, *gradients[:3]), expected, strict=True):
             torch.testing.assert_close(got, part(of_whole), rtol=1e-4, atol=1e-5)
     dist.barrier()  # nobody leaves while another still sends
-    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo at times abort a process that takes its leave
 
 
 @pytest.mark.slow
