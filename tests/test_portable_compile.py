@@ -56,6 +56,21 @@ def test_other_head_dims_compile(target, head_dim):
     assert max(c.shared for c in compiled) <= SHARED[target] * 1024
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.1, "dropout_seed": 1},
+        {"block_mask": BlockMask.from_blocks(torch.eye(4, dtype=torch.bool), 16)},
+        {"bias": torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)},
+    ],
+    ids=["dropout", "small_blocks", "bias"],
+)
+def test_what_scores_read_leaves_large_head_dims_within_the_shared_memory_of_hopper(options):
+    compiled = compile_call(*problem(256, **options), TARGETS["sm90"], tuning.HOPPER)
+    assert max(c.shared for c in compiled) <= SHARED["sm90"] * 1024
+
+
 @pytest.mark.parametrize("target", targets(("sm90",)))
 def test_all_modifiers_together_compile(target):
     wanted = Wanted(bias=True, alibi_slopes=True, sink=True)

@@ -109,8 +109,10 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
     takes_shared = p.has_bias or p.has_mask or _reads_columns(p.score_mod)
     small_blocks = any(size % step for size, step in zip(p.block_size, tile[:2], strict=False))  # a look-up each score
+    if kernel == "forward" or max(p.head_dim, p.head_dim_v) > 128:  # three stages leave some 3 KiB
+        takes_shared |= p.dropout_p > 0.0 or small_blocks
     if kernel == "forward":
-        takes_shared |= p.dropout_p > 0.0 or _reads_columns(p.mask_mod) or small_blocks
+        takes_shared |= _reads_columns(p.mask_mod)
     if takes_shared and not tile.held:  # for prefetched tiles of its own, mostly: leave room for a second program
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     takes_some = p.mask_mod or (p.window_left >= 0) != p.has_alibi  # registers
