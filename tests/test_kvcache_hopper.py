@@ -13,11 +13,12 @@ import triton
 from hopper_compiling import CompileDriver
 from hopper_simulator import Kernel
 from test_hopper_launch import Launches
+from torch._dynamo.testing import CompileCounter
 
 from tileattn.backends import hopper
 from tileattn.backends.cpu import kvcache as cpu
 from tileattn.backends.hopper import kvcache as chunks
-from tileattn.kvcache import rows_between_pages
+from tileattn.kvcache import CacheProblem, rows_between_pages
 
 WIDE = BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, lengths=(300, 3, 170), capacity=400, seqlen_q=70)
 CASES = {
@@ -108,9 +109,9 @@ def test_what_it_serves_and_what_not(monkeypatch):
         ({"split_size": 128}, "split_size"),
         ({"mask": (False, False, False, 9)}, "mask"),
         ({"seqlen_q": 1}, "fills less than 64 rows"),
-        ({"seqlen_q": 128, "num_heads": 8}, "24 tiles leave the device idle"),
-        ({"seqlen_q": 1, "num_heads": 128, "num_heads_k": 1, "lengths": (5,) * 64}, "2 tiles of the longest sequence"),
-        ({"seqlen_q": 8, "num_heads": 64, "num_heads_k": 8, "lengths": (5,) * 64}, "8 tiles of the longest sequence"),
+        ({"seqlen_q": 128, "num_heads": 8}, "its tiles leave the device idle"),
+        ({"seqlen_q": 1, "num_heads": 128, "num_heads_k": 1, "lengths": (5,) * 64}, "tiles of the longest sequence"),
+        ({"seqlen_q": 8, "num_heads": 64, "num_heads_k": 8, "lengths": (5,) * 64}, "tiles of the longest sequence"),
         ({"head_dim": 60, "head_dim_v": 60}, "not a multiple of 8"),
         ({"dtype": torch.float32}, "float16 or bfloat16"),
     ):
@@ -120,6 +121,23 @@ def test_what_it_serves_and_what_not(monkeypatch):
     one = torch.zeros(3, 1, 2, 64).as_strided((3, 1, 2, 64), (128, 1, 64, 1))
     assert rows_between_pages(one, one) == 0
     assert "whole rows apart" in chunks.supports(dataclasses.replace(problem, page_rows=0))
+
+
+@pytest.mark.parametrize("lengths", [range(20, 30, 2), range(100, 110, 2)])
+def test_a_refusal_is_none_that_torch_compile_repeats_for_every_length(lengths, monkeypatch):
+    """Words about sizes would make constants of them."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def choose(q, cache):
+        return q + bool(chunks.supports(CacheProblem.of(q, cache, cache)[0]))
+
+    cache = torch.zeros(3, 400, 2, 64, dtype=torch.bfloat16)
+    for seqlen in lengths:
+        choose(torch.zeros(3, seqlen, 4, 64, dtype=torch.bfloat16), cache)
+    assert counter.frame_count == 1
 
 
 def test_a_triton_that_it_does_not_know_is_a_reason_and_no_error(monkeypatch):

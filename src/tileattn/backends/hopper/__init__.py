@@ -38,7 +38,7 @@ def supports(problem: Problem, direction: Direction = "forward") -> str | None:
     if not p.aligned:
         return "needs strides of q, k and v that are positive multiples of 16 bytes (TMA)"
     if p.seqlen_q * pack_for(p) < MIN_ROWS:
-        return f"seqlen_q {p.seqlen_q} fills less than {MIN_ROWS} rows of a tile"
+        return f"seqlen_q fills less than {MIN_ROWS} rows of a tile"
     if p.seqlen_k == 0 or p.batch == 0:
         return "has nothing to do: no keys, or no sequences"
     if p.scale <= 0.0:
@@ -51,7 +51,7 @@ def _backward(p: Problem) -> str | None:
         return "has no backward through ALiBi"
     if not any(p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v for t in BACKWARD_TILES):
         return f"head_dim {p.head_dim}/{p.head_dim_v} is above what its backward holds in registers"
-    return f"seqlen_q {p.seqlen_q} is below {MIN_ROWS}: its tiles would stand empty" if p.seqlen_q < MIN_ROWS else None
+    return f"seqlen_q is below {MIN_ROWS}: its tiles would stand empty" if p.seqlen_q < MIN_ROWS else None
 
 
 def _modifiers(p: Problem) -> str | None:

@@ -48,8 +48,8 @@ def _idle(packed: Problem) -> str | None:
     p, rows, pack = packed, tile_for(packed).rows, pack_for(packed)
     tiles, device = -(-p.seqlen_q * pack // rows) * (p.num_heads // pack), _num_sms(p.device)
     if tiles * p.batch < 0.6 * device:
-        return f"{tiles * p.batch} tiles leave the device idle"
-    return f"{tiles} tiles of the longest sequence may leave the device idle" if tiles < 0.2 * device else None
+        return "its tiles leave the device idle"
+    return "tiles of the longest sequence may leave the device idle" if tiles < 0.2 * device else None
 
 
 def as_packed(problem: CacheProblem) -> Problem:
