@@ -84,6 +84,15 @@ def test_oracle_rule_of_three_warpgroups(name, head_dim, three_warpgroups):
     expect_rule(problem, inputs, Kernel().forward(problem, inputs))
 
 
+def test_a_warpgroup_without_rows_passes_over_all_blocks_but_the_first(three_warpgroups):
+    problem, inputs, _, _ = build(SMALL)
+    in_step = "    too_large = any_reaches"
+    edit = "forward", in_step, f"    assert rows.position.min() < grid.seqlen_q\n{in_step}"
+    expect_rule(problem, inputs, Kernel(edit).forward(problem, inputs))
+    release = "    keys.release(block)\n    if not mode.HOLDS_Q:\n        queries"
+    expect_fault(problem, inputs, ("forward", release, release.replace("    keys.release(block)\n", "")))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("growth", [20.0, 300.0])
 def test_logits_that_grow_from_block_to_block(growth, dtype):

@@ -54,8 +54,8 @@ class Mode(NamedTuple):
 
     WARPGROUPS: that multiply. BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k,
     that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
-    COLUMN_PARTS: blocks side by side that hold head_dim. BARRIERS: the first named barrier. VARLEN: sequences of
-    different lengths are packed.
+    COLUMN_PARTS: blocks side by side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end
+    passes over blocks. BARRIERS: the first named barrier. VARLEN: sequences of different lengths are packed.
     CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
     """
 
@@ -67,6 +67,7 @@ class Mode(NamedTuple):
     SLOTS: Any
     HOLDS_Q: Any
     COLUMN_PARTS: Any
+    PASSES: Any
     BARRIERS: Any
     VARLEN: Any
     CAUSAL: Any
@@ -183,6 +184,19 @@ def finish(o_token, values, block):
 
 
 @gluon.jit
+def pass_over(queries, q, keys, values, block, last, WARPGROUP: gl.constexpr, mode):
+    """A further block of a tile in whose sequence this warpgroup has no rows."""
+    keys.wait(block)
+    barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
+    barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
+    keys.release(block)
+    if not mode.HOLDS_Q:
+        queries.release(q, last)
+    values.wait(block - 1)
+    values.release(block - 1)
+
+
+@gluon.jit
 def masked_step(
     queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
@@ -294,7 +308,13 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
             o, m, l, p = masked_step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                                      modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        for i in range(mode.MASKED, work.blocks):
+        first = mode.MASKED
+        if mode.PASSES:
+            first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, mode.MASKED, work.blocks)
+            for i in range(mode.MASKED, first):
+                pass_over(queue.queries, q, keys, values, block, i + 1 == work.blocks, WARPGROUP, mode)
+                block += 1
+        for i in range(first, work.blocks):
             column -= mode.BLOCK_N
             advance: gl.constexpr = masked_step if mode.LEFT else step
             last = i + 1 == work.blocks

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there.
 
     parts: blocks side by side that block_dim is made of. columns: of O, sent at a time. holds_q: queries are kept in
-    registers.
+    registers; where causal alone, elsewhere that is slower. passes: see Mode.
     """
 
     block_dim: int
@@ -40,6 +40,7 @@ class Tile(NamedTuple):
     parts: int = 1
     warpgroups: int = 2
     holds_q: bool = False
+    passes: bool = False
 
     @property
     def rows(self) -> int:
@@ -48,7 +49,8 @@ class Tile(NamedTuple):
 
 # The first that holds a problem's head dims, and suits it, serves it. Shared memory has 227 KB.
 TILES = (
-    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True),
+    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True, passes=True),
+    Tile(64, 64, block_n=64, stages=3, slots=2, columns=64, warpgroups=3, passes=True),
     Tile(64, 64, block_n=128, stages=4, slots=2, columns=64),
     Tile(96, 128, block_n=64, stages=3, slots=2, columns=64, parts=3, warpgroups=3),
     Tile(96, 128, block_n=128, stages=2, slots=2, columns=128, parts=3),
@@ -78,8 +80,11 @@ class Plan(NamedTuple):
 def tile_for(problem: Problem) -> Tile:
     p = problem
     most = 3 if suits_three_warpgroups(p) else 2
+    causal, _ = sides_of(p)
     return next(
-        t for t in TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v and t.warpgroups <= most
+        t
+        for t in TILES
+        if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v and t.warpgroups <= most and t.holds_q <= causal
     )
 
 
@@ -129,6 +134,7 @@ def mode_of(problem: Problem) -> Mode:
         SLOTS=tile.slots,
         HOLDS_Q=tile.holds_q,
         COLUMN_PARTS=tile.parts,
+        PASSES=tile.passes,
         BARRIERS=first_barrier(tile.warpgroups + 1),
         VARLEN=p.varlen,
         CAUSAL=causal,
