@@ -1,6 +1,9 @@
 """Launches that are kept and repeated: with the arguments, and by the kernel, that a fresh launch would have."""
 
+import gc
 import types
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 from oracle import ALL_DIMS, Case, build, wanted
+from torch.utils._pytree import tree_leaves
 from triton import language as tl
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -103,8 +107,15 @@ def named(call, forward, gradients, seen):
 
 def run(call, launches):
     launches.seen.clear()
-    forward = portable.forward(call.problem, call.inputs)
-    gradients = portable.backward(call.problem, call.inputs, forward, call.dout, call.dlse, wanted(call.inputs))
+    alive, original = [], launch.Launches.launch
+
+    def launch_and_keep(self, kernel, describe, *outputs, role=None):
+        alive.append((self.tensors, outputs))  # else results may lie where a workspace was
+        original(self, kernel, describe, *outputs, role=role)
+
+    with mock.patch.object(launch.Launches, "launch", launch_and_keep):
+        forward = portable.forward(call.problem, call.inputs)
+        gradients = portable.backward(call.problem, call.inputs, forward, call.dout, call.dlse, wanted(call.inputs))
     return named(call, forward, gradients, launches.seen)
 
 
@@ -122,6 +133,28 @@ def calls():
     k, v = torch.zeros_like(dout), torch.zeros_like(dout)
     found["three_like_it"] = found["one_tensor"]._replace(inputs=inputs._replace(k=k, v=v))
     return found
+
+
+def test_nothing_of_a_call_outlives_it(monkeypatch):
+    """Not until garbage is collected either: gradients of a long sequence are large."""
+    launches, seen = Launches(), []
+
+    def start(kernel, of):
+        found = [x.base if isinstance(x, TensorDescriptor) else x for x in tree_leaves(of.args)]
+        seen.extend(weakref.ref(x) for x in found if isinstance(x, torch.Tensor))
+        return launches.start(kernel, of)
+
+    monkeypatch.setattr(launch, "start", start)
+    launch._kept.cache_clear()
+    call = build(Case(seqlen_q=70, seqlen_k=90, dtype=torch.bfloat16))
+    gc.disable()
+    try:
+        for _ in range(3):
+            run(call, launches)
+        assert len(seen) > 6
+        assert not any(x() is not None for x in seen)
+    finally:
+        gc.enable()
 
 
 def expect_repeats_as_fresh(every, run, launches, forget):

@@ -303,19 +303,18 @@ class Anticipation(Launcher):
             ahead.begin(self.device, functools.partial(compile_only, kernel, launch))
 
 
-def one_object_a_place(tree: tuple[Any, ...], places: list[Tensor]) -> tuple[Any, ...]:
-    """The same tensors, also appended to places, each an object of its own even where q is k."""
+def one_object_a_place(tree: Any, places: list[Tensor]) -> Any:
+    """The same tensors, in tuples or not, also appended to places, each an object of its own even where q is k.
 
-    def visit(x: Any) -> Any:
-        if isinstance(x, tuple):
-            visited = map(visit, x)
-            return x._make(visited) if hasattr(x, "_make") else tuple(visited)
-        if x is None:
-            return None
-        places.append(x.detach())
+    Not by a function inside, which would refer to itself and so keep the tensors until Python collects garbage.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        places.append(tree.detach())
         return places[-1]
-
-    return tuple(map(visit, tree))
+    visited = [one_object_a_place(x, places) for x in tree]
+    return tree._make(visited) if hasattr(tree, "_make") else tuple(visited)
 
 
 class Launch(NamedTuple):
