@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import (
     fence_async_shared,
-    mbarrier,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -32,7 +31,6 @@ from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, mak
 from tileattn.backends.hopper.ptx import (
     NAMED_BARRIERS,
     barrier_sync,
-    boundary,
     narrow,
     opaque,
     pass_turn,
@@ -88,7 +86,7 @@ class Scales(NamedTuple):
 class Pipes(NamedTuple):
     """What goes between the partitions. queue: of tiles, whose ring is k. statistics: lse and delta of a block of
     queries, [2, 2 * BLOCK_M], on the mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; WIDE: P^T and
-    dS^T, [4, BLOCK_N, BLOCK_M]. turn: the mbarrier by which the first warpgroup passes the matrix units on."""
+    dS^T, [4, BLOCK_N, BLOCK_M]."""
 
     queue: Any
     k: Any
@@ -97,7 +95,6 @@ class Pipes(NamedTuple):
     dout: Any
     statistics: Any
     ds: Any
-    turn: Any
 
 
 @gluon.jit
@@ -144,24 +141,23 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
 
 
 @gluon.jit
-def pass_turn_before(block, turns_ptr, work, grid, mode):
-    """With the addition to `block` on its way, pass on the turn of the block before, if there is one.
+def pass_turn_before(block, PENDING: gl.constexpr, turns_ptr, work, grid, mode):
+    """With the PENDING additions to `block` on their way, pass on the turn of the block before, if there is one.
 
-    That block's addition is over by now; a warp that waited for each would take longer than a step.
+    That block's additions are over by now; a warp that waited for each would take longer than a step.
     """
     before = block + 1
     if before < work.end:
-        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, 1)
+        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, PENDING)
 
 
 @gluon.jit
 def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to a block of dQ in their order. WIDE: steps are long enough to wait for additions.
+    DETERMINISTIC: key blocks add to a block of dQ in their order.
     """
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
-    LATE: gl.constexpr = mode.DETERMINISTIC and not mode.WIDE
     entry = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
     while work.blocks > 0:
@@ -176,12 +172,10 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
-                    if LATE:
-                        pass_turn_before(block, turns_ptr + first, work, grid, mode)
+                    if mode.DETERMINISTIC and part == PARTS - 1:
+                        pass_turn_before(block, PARTS, turns_ptr + first, work, grid, mode)
                     outbox.release()
-                if mode.DETERMINISTIC and mode.WIDE:
-                    pass_turn(turns_ptr + half, turn_of(block, work, grid, mode) + 1, 0)
-            if LATE:
+            if mode.DETERMINISTIC:
                 pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
         store_rows(dv_desc, outbox, work, WARPGROUP, mode)
         store_rows(dk_desc, outbox, work, WARPGROUP, mode)
@@ -289,9 +283,6 @@ def step(dk, dv, i, entry, row, work, MASKED: gl.constexpr, WARPGROUP: gl.conste
     pipes.q.wait(i)
     lse = statistics.slice(0, mode.BLOCK_M).load(per_query)
     if mode.PRIMED:
-        # One warpgroup after the other, so that one multiplies while the other computes exponentials.
-        if WARPGROUP == 1:
-            mbarrier.wait(pipes.turn.index(0), i & 1)
         s_token = warpgroup_mma(k, q.permute((1, 0)), lse[None, :] - zero, is_async=True)
         pipes.dout.wait(i)
         delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(per_query)
@@ -300,13 +291,8 @@ def step(dk, dv, i, entry, row, work, MASKED: gl.constexpr, WARPGROUP: gl.conste
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         pipes.dout.wait(i)
         dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s_token,))
-    if mode.PRIMED and WARPGROUP == 0:
-        mbarrier.arrive(pipes.turn.index(0), count=1)
-    p, factor = probabilities(s, lse, scales, mode)
+    p, factor = probabilities(warpgroup_mma_wait(1, deps=(s_token,)), lse, scales, mode)
     p = hide(p, row, work.row + WARPGROUP * ROWS, work.seqlen_k, MASKED, grid, mode)
-    if not mode.PRIMED:
-        p = boundary(p)  # else the assembler waits for dP before it has computed more than a few exponentials
     p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(DIM_V))
     p *= factor
     if mode.PRIMED:
@@ -495,9 +481,7 @@ def attention_backward(
         make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED),
         gl.allocate_shared_memory(gl.float32, [2, 2 * mode.BLOCK_M], statistics_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [DS, mode.BLOCK_N, mode.BLOCK_M], exchange),
-        gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
     )
-    mbarrier.init(pipes.turn.index(0), count=1)
     first = make_outbox(dq_desc, FILLED)
     second = make_outbox(dq_desc, FILLED + 1)
     fence_async_shared()
