@@ -1,9 +1,9 @@
 # What needs a GPU, or takes long without one. The quick tests are `pytest`.
 .PHONY: gpu-test gpu-sanitize gpu-bench compile-test pictures
 
-# Mostly compiling: one process a core.
+# Mostly compiling: one process a core. Each test by name, so that a run that is cut off says what failed.
 gpu-test:
-	python -m pytest -m gpu -q -n auto --dist worksteal
+	python -m pytest -m gpu -v -n auto --dist worksteal
 
 # What is expected to be clean: docs/kernel-notes.md says what these tools report of the rest, and why.
 gpu-sanitize:
