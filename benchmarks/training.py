@@ -111,8 +111,7 @@ def errors(size: train_gpt.Size, data: Tensor, after: list[int]) -> Iterator[dic
 
 
 def curve(name: str, size: train_gpt.Size, data: Tensor, warm_up: int) -> dict[str, Any]:
-    trainer = train_gpt.Trainer(name, size, data.shape[2] - 1, data.device)
-    trainer.schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+    trainer = train_gpt.Trainer(name, size, data.shape[2] - 1, data.device, warm_up)
     for batch in data:
         trainer.step(batch)
     return {"impl": name, "variant": f"warm-up {warm_up}", "loss": [round(x.item(), 5) for x in trainer.losses]}

@@ -114,15 +114,18 @@ class GPT(nn.Module):
 
 
 class Trainer:
-    """A model and its optimizer, whose weights are float32 and rounded to the model's dtype after each step."""
+    """A model and its optimizer, whose weights are float32 and rounded to the model's dtype after each step.
 
-    def __init__(self, attention: str, size: Size, longest: int, device: torch.device):
+    warm_up: steps until the learning rate is full.
+    """
+
+    def __init__(self, attention: str, size: Size, longest: int, device: torch.device, warm_up: int = 100):
         torch.manual_seed(0)
         with torch.device(device):
             self.model = GPT(size.layers, size.width, longest, ATTENTION[attention]).to(size.dtype)
         self.weights = [parameter.detach().float() for parameter in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.weights, size.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 100))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / warm_up))
         self.scores = size.scores if attention == "standard" else None
         self.losses: list[Tensor] = []
 
