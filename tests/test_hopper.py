@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tileattn.backends import hopper
+import tileattn
+from tileattn.backends import cpu, hopper
 from tileattn.problem import Problem
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
@@ -72,6 +73,29 @@ def test_what_it_does_not_serve_is_refused_with_a_reason(name):
 def test_heads_share_a_tile_where_that_fills_it(seqlen_q, heads, pack):
     problem = dataclasses.replace(PLAIN, seqlen_q=seqlen_q, num_heads=heads[0], num_heads_k=heads[1])
     assert pack_for(problem) == pack
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (70, 70)}, {"causal": True, "softcap": 20.0}], ids=str
+)
+def test_it_is_chosen_where_lengths_are_symbols(options, monkeypatch):
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(hopper, name, getattr(cpu, name))
+    monkeypatch.setattr(hopper, "anticipate", lambda *_: None)
+    torch._dynamo.reset()
+
+    def attend(q, k):
+        return tileattn.attention(q, k, k, backend="hopper", **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, seqlen_q, seqlen_k in ((2, 160, 160), (3, 200, 200), (2, 192, 320)):
+        q = torch.randn(batch, seqlen_q, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.randn(batch, seqlen_k, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+        got, want = compiled(q, k), attend(q, k)
+        assert torch.equal(got, want)
+        for g, w in zip(*(torch.autograd.grad(out.sum(), (q, k)) for out in (got, want)), strict=True):
+            assert torch.equal(g, w)
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -81,11 +81,8 @@ def tile_for(problem: Problem) -> Tile:
     p = problem
     most = 3 if suits_three_warpgroups(p) else 2
     causal, _ = sides_of(p)
-    return next(
-        t
-        for t in TILES
-        if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v and t.warpgroups <= most and t.holds_q <= causal
-    )
+    fits = (t for t in TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v and t.warpgroups <= most)
+    return next(t for t in fits if causal or not t.holds_q)
 
 
 def suits_three_warpgroups(problem: Problem) -> bool:
