@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from tileattn.backends import hopper
 from tileattn.backends.cpu import kvcache as cpu
 from tileattn.backends.hopper import kvcache as chunks
+from tileattn.backends.hopper import launch
 from tileattn.kvcache import CacheProblem, rows_between_pages
 
 WIDE = BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, lengths=(300, 3, 170), capacity=400, seqlen_q=70)
@@ -152,7 +153,8 @@ def test_a_triton_that_it_does_not_know_is_a_reason_and_no_error(monkeypatch):
 
 def test_a_kept_kernel_is_the_one_that_triton_would_compile_for_other_sizes(monkeypatch):
     launches = Launches()
-    monkeypatch.setattr(chunks, "_run", launches.run)
+    for module in (chunks, launch):
+        monkeypatch.setattr(module, "_run", launches.run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(triton.runtime.driver, "_active", CompileDriver())

@@ -27,6 +27,7 @@ from tileattn.backends.hopper.launch import (
     _packed_descriptor,
     _run,
     compile_only,
+    on,
     sides_of,
     table_of,
 )
@@ -258,10 +259,7 @@ def _differentiate(
         found = _differentiate(problem, inputs, forward, dout, dlse, wanted, run)
         dk, dv = (None if x is None else x.unflatten(-2, (-1, group)).sum(-2) for x in (found.dk, found.dv))
         return found._replace(dk=dk, dv=dv)
-    if problem.device.index != torch.cuda.current_device():
-        with torch.cuda.device(problem.device):
-            return _launch(problem, inputs, forward, dout, dlse, wanted, run)
-    return _launch(problem, inputs, forward, dout, dlse, wanted, run)
+    return on(p.device, _launch, p, inputs, forward, dout, dlse, wanted, run)
 
 
 def _launch(

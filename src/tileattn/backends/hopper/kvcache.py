@@ -19,11 +19,9 @@ from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Forward, Inputs, Problem
 
 with contextlib.suppress(ImportError):  # of which hopper.supports tells; torch.compile follows no import that fails
-    from triton.runtime import driver
-
-    from tileattn.backends.hopper.forward import attention_forward
-    from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, arguments, pack_for, plan_for, tile_for
-    from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, counter_for, rank_cached
+    from tileattn.backends.hopper import launch
+    from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, pack_for, plan_for, tile_for
+    from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, rank_cached
 
 
 def supports(problem: CacheProblem) -> str | None:
@@ -62,25 +60,18 @@ def _plan(problem: CacheProblem) -> Plan:
 
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> Forward:
-    p, packed = problem, packed_inputs(problem, inputs)
-    out, lse = Forward.unwritten(packed.q, p.head_dim_v)
-    if p.device.index != torch.cuda.current_device():
-        with torch.cuda.device(p.device):
-            _launch(p, inputs, packed, out, lse)
-    else:
-        _launch(p, inputs, packed, out, lse)
-    return by_sequence(p, out, lse)
-
-
-def _launch(problem: CacheProblem, inputs: CacheInputs, packed: Inputs, out: Tensor, lse: Tensor) -> None:
     p, plan = problem, _plan(problem)
-    stream = driver.active.get_current_stream(p.device.index)
+    rank = functools.partial(_rank, p, inputs, plan)
+    return by_sequence(p, *launch.attend(plan, packed_inputs(p, inputs), rank))
+
+
+def _rank(problem: CacheProblem, inputs: CacheInputs, plan: Plan, stream: int) -> Tensor:
+    p = problem
     table = torch.empty((TABLE_FIELDS, p.batch + 1), dtype=torch.int32, device=p.device)
     args = ranking(p, inputs, plan, table)
     compiled = _kernel(p.device, *(None if x is None else x.dtype for x in args[:3]))
     _run(rank_cached, compiled, p.batch // RANKED.value + 1, args, stream)
-    args = arguments(plan, packed, out, lse, counter_for(p.device, stream), table)
-    _run(attention_forward, plan.kernel, plan.most_programs, args, stream)
+    return table
 
 
 def packed_inputs(problem: CacheProblem, inputs: CacheInputs) -> Inputs:

@@ -237,26 +237,37 @@ def _packed_descriptor(x: Tensor, block: list[int], layout: Any) -> TensorDescri
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
     """out, contiguous, and lse."""
-    p = problem
-    out, lse = Forward.unwritten(inputs.q, p.head_dim_v)
-    if not out.numel():
-        return Forward(out, lse)
-    if p.device.index != torch.cuda.current_device():
-        with torch.cuda.device(p.device):
-            _launch(plan_for(p), inputs, out, lse)
-    else:
-        _launch(plan_for(p), inputs, out, lse)
-    return Forward(out, lse)
+    plan = plan_for(problem)
+    return attend(plan, inputs, functools.partial(_rank, plan, inputs) if problem.varlen else None)
 
 
-def _launch(plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-    stream = driver.active.get_current_stream(out.device.index)
-    table, programs = None, plan.most_programs
-    if plan.mode.VARLEN.value:
-        packs, block_m = out.shape[1] // plan.mode.PACK.value, plan.mode.BLOCK_M.value
-        table = table_of(inputs.cu_seqlens_q, inputs.cu_seqlens_k, packs, block_m, plan.ranking, stream, _run)
-    args = arguments(plan, inputs, out, lse, counter_for(out.device, stream), table)
-    _run(attention_forward, plan.kernel, programs, args, stream)
+def attend(plan: Plan, inputs: Inputs, rank: Callable[[int], Tensor] | None) -> Forward:
+    """out, contiguous, and lse. rank makes the table of packed sequences on a stream."""
+    result = Forward.unwritten(inputs.q, inputs.v.shape[-1])
+    if result.out.numel():
+        on(inputs.q.device, _launch, plan, inputs, result, rank)
+    return result
+
+
+def on(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), with `device` the current one. To look whether it is takes less time than to make it so."""
+    if device.index == torch.cuda.current_device():
+        return function(*args)
+    with torch.cuda.device(device):
+        return function(*args)
+
+
+def _launch(plan: Plan, inputs: Inputs, result: Forward, rank: Callable[[int], Tensor] | None) -> None:
+    device = inputs.q.device
+    stream = driver.active.get_current_stream(device.index)
+    table = None if rank is None else rank(stream)
+    args = arguments(plan, inputs, *result, counter_for(device, stream), table)
+    _run(attention_forward, plan.kernel, plan.most_programs, args, stream)
+
+
+def _rank(plan: Plan, inputs: Inputs, stream: int) -> Tensor:
+    packs, block_m = inputs.q.shape[1] // plan.mode.PACK.value, plan.mode.BLOCK_M.value
+    return table_of(inputs.cu_seqlens_q, inputs.cu_seqlens_k, packs, block_m, plan.ranking, stream, _run)
 
 
 def table_of(
