@@ -76,23 +76,31 @@ def test_heads_share_a_tile_where_that_fills_it(seqlen_q, heads, pack):
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (70, 70)}, {"causal": True, "softcap": 20.0}], ids=str
 )
-def test_it_is_chosen_where_lengths_are_symbols(options, monkeypatch):
+def test_one_compiled_graph_serves_whatever_lengths_its_tiles_are_chosen_by(options, packed, monkeypatch):
     for name in ("forward", "backward"):
         monkeypatch.setattr(hopper, name, getattr(cpu, name))
     monkeypatch.setattr(hopper, "anticipate", lambda *_: None)
     torch._dynamo.reset()
 
-    def attend(q, k):
-        return tileattn.attention(q, k, k, backend="hopper", **options)
+    def attend(q, k, *lengths):
+        if not packed:
+            return tileattn.attention(q, k, k, backend="hopper", **options)
+        return tileattn.attention_varlen(q, k, k, *lengths, backend="hopper", **options)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch, seqlen_q, seqlen_k in ((2, 160, 160), (3, 200, 200), (2, 192, 320)):
-        q = torch.randn(batch, seqlen_q, 8, 64, dtype=torch.bfloat16, requires_grad=True)
-        k = torch.randn(batch, seqlen_k, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-        got, want = compiled(q, k), attend(q, k)
+    for batch, seqlen_q, seqlen_k in ((3, 160, 176), (5, 200, 200), (2, 64, 320)):
+        q, k, lengths = torch.randn(batch, seqlen_q, 8, 64), torch.randn(batch, seqlen_k, 2, 64), ()
+        if packed:
+            q, k = q.flatten(0, 1), k.flatten(0, 1)
+            ends = (torch.arange(batch + 1, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k))
+            lengths = (*ends, seqlen_q, seqlen_k)
+        q, k = (x.bfloat16().requires_grad_() for x in (q, k))
+        with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
+            got, want = compiled(q, k, *lengths), attend(q, k, *lengths)
         assert torch.equal(got, want)
         for g, w in zip(*(torch.autograd.grad(out.sum(), (q, k)) for out in (got, want)), strict=True):
             assert torch.equal(g, w)

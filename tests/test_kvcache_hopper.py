@@ -15,11 +15,14 @@ from hopper_simulator import Kernel
 from test_hopper_launch import Launches
 from torch._dynamo.testing import CompileCounter
 
+import tileattn
+from tileattn import kvcache_ops
 from tileattn.backends import hopper
 from tileattn.backends.cpu import kvcache as cpu
 from tileattn.backends.hopper import kvcache as chunks
 from tileattn.backends.hopper import launch
-from tileattn.kvcache import CacheProblem, rows_between_pages
+from tileattn.backends.portable import kvcache as portable
+from tileattn.kvcache import rows_between_pages
 
 WIDE = BASE.but(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, lengths=(300, 3, 170), capacity=400, seqlen_q=70)
 CASES = {
@@ -124,21 +127,23 @@ def test_what_it_serves_and_what_not(monkeypatch):
     assert "whole rows apart" in chunks.supports(dataclasses.replace(problem, page_rows=0))
 
 
-@pytest.mark.parametrize("lengths", [range(20, 30, 2), range(100, 110, 2)])
-def test_a_refusal_is_none_that_torch_compile_repeats_for_every_length(lengths, monkeypatch):
-    """Words about sizes would make constants of them."""
+def test_one_compiled_graph_serves_chunks_of_any_length(monkeypatch):
+    """Those that it serves, and those that are too short for it."""
     torch._dynamo.reset()
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
-    counter = CompileCounter()
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def choose(q, cache):
-        return q + bool(chunks.supports(CacheProblem.of(q, cache, cache)[0]))
-
-    cache = torch.zeros(3, 400, 2, 64, dtype=torch.bfloat16)
-    for seqlen in lengths:
-        choose(torch.zeros(3, seqlen, 4, 64, dtype=torch.bfloat16), cache)
+    monkeypatch.setattr(cpu, "supports", lambda problem: "not here")
+    for backend in (chunks, portable):
+        monkeypatch.setattr(backend, "attend", cpu.attend)
+    monkeypatch.setattr(portable, "supports", lambda problem: None)
+    counter, chosen = CompileCounter(), []
+    choose = kvcache_ops.choose
+    monkeypatch.setattr(kvcache_ops, "choose", lambda *call: chosen.append(choose.__wrapped__(*call)) or chosen[-1])
+    attend = torch.compile(tileattn.attention_with_kvcache, fullgraph=True, dynamic=True, backend=counter)
+    cache = torch.randn(9, 400, 4, 64, dtype=torch.bfloat16)
+    for batch, seqlen_q in ((7, 190), (8, 20), (9, 128), (5, 200)):
+        attend(torch.randn(batch, seqlen_q, 32, 64, dtype=torch.bfloat16), cache, cache)
     assert counter.frame_count == 1
+    assert chosen == ["hopper", "portable", "hopper", "hopper"]
 
 
 def test_a_triton_that_it_does_not_know_is_a_reason_and_no_error(monkeypatch):

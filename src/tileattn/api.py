@@ -247,7 +247,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **op
 
 
 def _run(problem: Problem, inputs: Inputs, backend: str | None, return_lse: bool) -> Tensor | AttentionOutput:
-    out, lse = ops.run(problem, inputs, dispatch.choose(problem, backend))
+    out, lse = ops.run(problem, inputs, backend)
     return AttentionOutput(out, lse) if return_lse else out
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-import torch
-
 from tileattn.backends import Backend, Direction, Tiles
 from tileattn.lab.traffic import Traffic, count_scores, standard_traffic, tiled_traffic
 from tileattn.problem import Inputs, Problem
@@ -16,7 +14,7 @@ BACKENDS = ("cpu", "hopper", "portable")
 
 
 def load(name: str) -> Backend:
-    """The backend's module, imported on first use; by import statements, which torch.compile can follow."""
+    """The backend's module, imported on first use; by import statements, in which type checkers see a Backend."""
     if name == "cpu":
         from tileattn.backends import cpu
 
@@ -32,14 +30,10 @@ def load(name: str) -> Backend:
     raise KeyError(name)
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, backend: str | None = None, direction: Direction = "forward") -> str:
-    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
-    if torch.compiler.is_compiling():  # which follows no caches
-        return _choose(problem, backend, direction)
-    return _chosen(problem, backend, direction)
-
-
-def _choose(problem: Problem, backend: str | None, direction: Direction) -> str:
+    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does. Sizes are
+    numbers: under torch.compile the operators choose, when they run."""
     if backend is None:
         refusals = {}
         for name in BACKENDS:
@@ -58,21 +52,12 @@ def _choose(problem: Problem, backend: str | None, direction: Direction) -> str:
     return backend
 
 
-_chosen = functools.lru_cache(maxsize=4096)(_choose)
-
-
-def choose_backward(problem: Problem, forward: str) -> str:
-    """Who differentiates what backend `forward` computed: itself, or the first that can. All share out and lse."""
-    if torch.compiler.is_compiling():
-        return _choose_backward(problem, forward)
-    return _chosen_backward(problem, forward)
-
-
-def _choose_backward(problem: Problem, forward: str) -> str:
-    return forward if load(forward).supports(problem, "backward") is None else _choose(problem, None, "backward")
-
-
-_chosen_backward = functools.lru_cache(maxsize=4096)(_choose_backward)
+@functools.lru_cache(maxsize=4096)
+def choose_backward(problem: Problem, forward: str | None) -> str:
+    """Who differentiates what backend `forward` (None: the one chosen) computed: itself, or the first that can. All
+    share out and lse."""
+    forward = choose(problem, forward)
+    return forward if load(forward).supports(problem, "backward") is None else choose(problem, None, "backward")
 
 
 @dataclass(frozen=True)

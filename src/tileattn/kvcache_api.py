@@ -154,5 +154,5 @@ def attention_with_kvcache(
         sink=sink,
         split_size=split_size,
     )
-    out, lse = kvcache_ops.run(problem, inputs, kvcache_ops.choose(problem, backend))
+    out, lse = kvcache_ops.run(problem, inputs, backend)
     return AttentionOutput(out, lse) if return_lse else out

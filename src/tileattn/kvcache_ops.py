@@ -26,21 +26,21 @@ _lib = torch.library.Library("tileattn", "FRAGMENT")
 _lib.define(
     "kvcache_append(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor? table, "
     "Tensor? cache_seqlens, Tensor? cu_seqlens_k, Tensor? rotary_cos, Tensor? rotary_sin, SymInt batch, "
-    "SymInt seqlen_cache, bool rotary_interleaved, str backend) -> ()",
+    "SymInt seqlen_cache, bool rotary_interleaved, str? backend) -> ()",
     tags=_TAGS,
 )
 _lib.define(
     "kvcache_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? table, Tensor? cache_seqlens, Tensor? leftpad, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? mask, "
     "Tensor? alibi_slopes, Tensor? sink, SymInt seqlen_q, SymInt seqlen_cache, SymInt seqlen_new, float scale, "
-    "SymInt window_left, SymInt window_right, float softcap, bool rotary_interleaved, int split_size, str backend)"
+    "SymInt window_left, SymInt window_right, float softcap, bool rotary_interleaved, int split_size, str? backend)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 
 
 def load(name: str) -> CacheBackend:
-    """The backend's module, imported on first use; by import statements, which torch.compile can follow."""
+    """The backend's module, imported on first use; see `dispatch.load`."""
     if name == "cpu":
         from tileattn.backends.cpu import kvcache as cpu
 
@@ -54,9 +54,9 @@ def load(name: str) -> CacheBackend:
     return portable
 
 
-def load_appending(name: str) -> CacheAppender:
-    """Whose module appends where a backend attends."""
-    if name == "cpu":
+def load_appending(device: torch.device, name: str | None) -> CacheAppender:
+    """Whose module appends where a backend attends, None being the one that `choose` finds."""
+    if name == "cpu" or (name is None and device.type == "cpu"):
         from tileattn.backends.cpu import kvcache as cpu
 
         return cpu
@@ -65,14 +65,10 @@ def load_appending(name: str) -> CacheAppender:
     return portable
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(problem: CacheProblem, backend: str | None = None) -> str:
-    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does."""
-    if torch.compiler.is_compiling():  # which follows no caches
-        return _choose(problem, backend)
-    return _chosen(problem, backend)
-
-
-def _choose(problem: CacheProblem, backend: str | None) -> str:
+    """Name of the backend that serves `problem`; `backend` insists on one. Raises ValueError when none does. Sizes are
+    numbers, as in `dispatch.choose`."""
     if backend is not None and backend not in BACKENDS:
         known = ", ".join(map(repr, BACKENDS))
         raise ValueError(
@@ -94,26 +90,24 @@ def _refusal(name: str, problem: CacheProblem) -> str | None:
         return f"needs Triton ({error})"
 
 
-_chosen = functools.lru_cache(maxsize=4096)(_choose)
-
-
-def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
+def run(problem: CacheProblem, inputs: CacheInputs, backend: str | None = None) -> Forward:
     """Append what there is to append, then attend. Like `ops.run`, past the operators where nobody would see them."""
     p, x = problem, inputs
     straight = not may_be_observed(x) and not (torch.is_grad_enabled() and _any_requires_grad(x))
     if straight:
         refuse_tangents(x)
+        serving = load(choose(p, backend))
     if x.k is not None:
         v_cache = None if x.v is None else x.v_cache
         where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
         append = Append(x.k_cache, v_cache, x.k, x.v, *where, p.batch, p.seqlen_cache, p.rotary_interleaved)
         if straight:
-            load_appending(backend).append(append)
+            load_appending(p.device, backend).append(append)
             _increment_versions(append.k_cache, append.v_cache)
         else:
             torch.ops.tileattn.kvcache_append.default(*append, backend)
     if straight:
-        return load(backend).attend(p, x)
+        return serving.attend(p, x)
     out, lse = torch.ops.tileattn.kvcache_attend.default(
         x.q,
         x.k_cache,
@@ -142,7 +136,7 @@ def run(problem: CacheProblem, inputs: CacheInputs, backend: str) -> Forward:
     return Forward(out, lse)
 
 
-def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
+def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str | None]:
     """What the flat arguments of `kvcache_attend` stand for."""
     q, k_cache, v_cache, table, cache_seqlens, leftpad, cu_q, cu_k, cos, sin, mask, slopes, sink, *scalars = args
     seqlen_q, seqlen_cache, seqlen_new, scale, left, right, softcap, interleaved, split_size, backend = scalars
@@ -166,12 +160,13 @@ def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str]:
 
 
 def _append(*args: Any) -> None:
-    load_appending(args[-1]).append(Append(*args[:-1]))
+    *call, backend = args
+    load_appending(call[0].device, backend).append(Append(*call))
 
 
 def _attend(*args: Any) -> Forward:
     problem, inputs, backend = split(args)
-    return load(backend).attend(problem, inputs)
+    return load(choose(problem, backend)).attend(problem, inputs)
 
 
 def _append_fake(*args: Any) -> None:

@@ -1,7 +1,8 @@
 """torch.library operators: what the dispatcher, torch.compile, checkpointing and FLOP counters see of tileattn.
 
 `tileattn::attention_forward` and `tileattn::attention_backward` take every tensor and scalar of a call flat, rebuild
-the Problem (without checking it again) and hand it to the backend named in the call.
+the Problem (without checking it again) and hand it to the backend named in the call, or to the one that they choose:
+whoever traces a call may have symbols for sizes, and would compile it once for each side of every bound of a backend's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TENSORS = (
 _SCALARS = (
     "SymInt seqlen_q, SymInt seqlen_k, float scale, SymInt window_left, SymInt window_right, float softcap, "
     "float dropout_p, bool deterministic, str score_mod, str score_derivative, str mask_mod, int[] block_size, "
-    "str backend"
+    "str? backend"
 )
 _NUM_TENSORS = len(Inputs._fields)
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -39,12 +40,13 @@ _lib.define(
 )
 
 
-def run(problem: Problem, inputs: Inputs, backend: str) -> Forward:
+def run(problem: Problem, inputs: Inputs, backend: str | None = None) -> Forward:
     """Differentiable forward of a checked problem. It goes straight to the backend where nobody would see the operator:
     two passes through the dispatcher, with arguments this many, take longer than all the rest of a call."""
     if may_be_observed(inputs[:-2]):
         return Forward(*torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend)))
     refuse_tangents(inputs[:-2])
+    backend = dispatch.choose(problem, backend)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:-2] if x is not None):
         return Forward(*_attend(problem, inputs, backend, observed=False))
     return dispatch.load(backend).forward(problem, inputs)
@@ -84,7 +86,7 @@ def _refuse_transforms(*_: Any) -> None:
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def _flat(problem: Problem, inputs: Inputs, backend: str) -> tuple[Any, ...]:
+def _flat(problem: Problem, inputs: Inputs, backend: str | None) -> tuple[Any, ...]:
     """The arguments of `attention_forward`."""
     p = problem
     return (
@@ -105,7 +107,7 @@ def _flat(problem: Problem, inputs: Inputs, backend: str) -> tuple[Any, ...]:
     )
 
 
-def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
+def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str | None]:
     """The Problem, Inputs and backend that the arguments of `attention_forward` stand for."""
     *tensors, of_score, of_mask = args[:_NUM_TENSORS]
     inputs = Inputs._make((*tensors, tuple(of_score), tuple(of_mask)))  # lists, from the dispatcher
@@ -131,7 +133,7 @@ def split(args: tuple[Any, ...]) -> tuple[Problem, Inputs, str]:
 
 def _forward(*args: Any) -> Forward:
     problem, inputs, backend = split(args)
-    return dispatch.load(backend).forward(problem, inputs)
+    return dispatch.load(dispatch.choose(problem, backend)).forward(problem, inputs)
 
 
 def _forward_fake(*args: Any) -> Forward:
@@ -142,8 +144,8 @@ def _forward_fake(*args: Any) -> Forward:
 def _backward(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, inputs, backend = split(args[:-1])
     wanted = Wanted(*args[-1])
-    backend = dispatch.choose_backward(problem, backend)
-    gradients = dispatch.load(backend).backward(problem, inputs, Forward(out, lse), dout, dlse, wanted)
+    serving = dispatch.load(dispatch.choose_backward(problem, backend))
+    gradients = serving.backward(problem, inputs, Forward(out, lse), dout, dlse, wanted)
     return tuple(out.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -190,12 +192,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, inputs: Inputs, backend: str, observed: bool, *_differentiable: Any
+        ctx: Any, problem: Problem, inputs: Inputs, backend: str | None, observed: bool, *_differentiable: Any
     ) -> tuple[Tensor, Tensor]:
         if observed:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = torch.ops.tileattn.attention_forward.default(*_flat(problem, inputs, backend))
         else:
+            assert backend is not None  # run has chosen
             _anticipate(problem, inputs, backend, Wanted(*ctx.needs_input_grad[4:]))
             out, lse = dispatch.load(backend).forward(problem, inputs)
         *tensors, of_score, of_mask = inputs
@@ -226,7 +229,7 @@ class _Attention(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def _attend(problem: Problem, inputs: Inputs, backend: str, observed: bool) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, inputs: Inputs, backend: str | None, observed: bool) -> tuple[Tensor, Tensor]:
     differentiable = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sink  # as in Wanted
     return _Attention.apply(problem, inputs, backend, observed, *differentiable)
 

@@ -236,7 +236,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = None if rng_state is None else rng_state[:1]
     problem, inputs = Problem.of(*qkv, dropout_p=dropout_p, dropout_seed=seed, **options)
-    out, lse = ops.run(problem, inputs, dispatch.choose(problem))
+    out, lse = ops.run(problem, inputs)
     return out, _infinite(lse), dropped_probabilities(problem, inputs, dropout_p if debug else 0.0, seed)
 
 

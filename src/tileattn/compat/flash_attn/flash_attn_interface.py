@@ -378,7 +378,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seed = _draw_seed(qkv[0]) if dropout_p > 0.0 else None
     problem, inputs = Problem.of(*qkv, dropout_p=dropout_p, dropout_seed=seed, **options)
-    out, lse = ops.run(problem, inputs, dispatch.choose(problem))
+    out, lse = ops.run(problem, inputs)
     rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     if seed is not None:
         rng_state[:1].copy_(seed)
