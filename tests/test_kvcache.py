@@ -318,6 +318,15 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_explain_says_who_serves_and_how_keys_are_split():
+    options = {"block_table": TABLE, "cache_seqlens": 30}
+    found = tileattn.explain_with_kvcache(Q, PAGES, PAGES, split_size=128, **options)
+    assert found.backend == "cpu"
+    for words in ("a cache of 64 in pages of 16", "backend   cpu", "keys are in runs of 128"):
+        assert words in str(found)
+    assert "shared out among threads" in str(tileattn.explain_with_kvcache(Q, PAGES, PAGES, **options))
+
+
 def test_entries_of_a_table_that_are_not_in_use_may_hold_anything():
     table = torch.tensor([[0, 1, -1, 99], [2, 99, 99, 99], [3, 4, 5, 6]])
     problem, _ = CacheProblem.of(Q, PAGES, PAGES, block_table=table, cache_seqlens=torch.tensor([32, 9, 64]))

@@ -146,6 +146,23 @@ def test_one_compiled_graph_serves_chunks_of_any_length(monkeypatch):
     assert chosen == ["hopper", "portable", "hopper", "hopper"]
 
 
+def test_explain_says_why_it_does_not_serve(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(cpu, "supports", lambda problem: "not here")
+    monkeypatch.setattr(portable, "supports", lambda problem: None)
+    kvcache_ops.choose.cache_clear()
+    cache, (few, many) = torch.empty(9, 400, 4, 64).half(), (torch.empty(9, n, 32, 64).half() for n in (2, 200))
+    found = tileattn.explain_with_kvcache(few, cache, cache)
+    assert (found.backend, list(found.refusals)) == ("portable", ["cpu", "hopper"])
+    assert "not used  hopper: seqlen_q fills less than 64 rows" in str(found)
+    assert "keys of all sequences are in runs, " in str(found)
+    assert "keys are not split" in str(tileattn.explain_with_kvcache(many, cache, cache))
+    assert "hopper: backend='portable' was asked for" in str(
+        tileattn.explain_with_kvcache(many, cache, cache, backend="portable")
+    )
+    kvcache_ops.choose.cache_clear()
+
+
 def test_a_triton_that_it_does_not_know_is_a_reason_and_no_error(monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     monkeypatch.setattr(hopper, "_import_error", "Triton 9.9")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tileattn.backends import Backend, Direction, Tiles
+from tileattn.kvcache import CacheProblem
 from tileattn.lab.traffic import Traffic, count_scores, standard_traffic, tiled_traffic
 from tileattn.problem import Inputs, Problem
 
@@ -77,12 +79,10 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_k}" if p.group > 1 else "")
-        dims = f"head_dim {p.head_dim}" + (f"/{p.head_dim_v}" if p.head_dim_v != p.head_dim else "")
         lines = [
-            f"problem   batch {p.batch}, {p.seqlen_q} x {p.seqlen_k} tokens, {heads}, {dims}, {p.dtype}, {p.device}",
+            f"problem   batch {p.batch}, {p.seqlen_q} x {p.seqlen_k} tokens, {in_words(p)}",
             f"backend   {self.backend}",
-            f"tiles     {self.tiles.block_m} x {self.tiles.block_n}: {self.tiles.why}",
+            f"tiles     {self.tiles}",
             f"moves     {format_bytes(self.tiled.moved)}; standard attention {format_bytes(self.standard.moved)}",
             f"holds     {format_bytes(self.tiled.held)}; standard attention {format_bytes(self.standard.held)}",
         ]
@@ -93,14 +93,24 @@ class Explanation:
 def explain(problem: Problem, inputs: Inputs, backend: str | None = None) -> Explanation:
     """Explain how `problem` would be served. Of inputs only a block mask counts."""
     name = choose(problem, backend)
-    refusals = {}
-    for other in BACKENDS[: BACKENDS.index(name)]:
-        reason = load(other).supports(problem)
-        refusals[other] = reason or f"backend={name!r} was asked for"
+    refusals = passed_over(name, BACKENDS, lambda other: load(other).supports(problem))
     tiles = load(name).tiles(problem)
     scores = count_scores(problem, inputs) if problem.block_size else None
     tiled = tiled_traffic(problem, tiles, scores)
     return Explanation(problem, name, tiles, tiled, standard_traffic(problem), refusals)
+
+
+def passed_over(name: str, backends: tuple[str, ...], refusal: Callable[[str], str | None]) -> dict[str, str]:
+    """Why none of the backends before it serves what `name` does."""
+    return {other: refusal(other) or f"backend={name!r} was asked for" for other in backends[: backends.index(name)]}
+
+
+def in_words(problem: Problem | CacheProblem) -> str:
+    """Heads, dims, dtype and device."""
+    p = problem
+    heads = f"{p.num_heads} heads" + (f" over {p.num_heads_k}" if p.group > 1 else "")
+    dims = f"head_dim {p.head_dim}" + (f"/{p.head_dim_v}" if p.head_dim_v != p.head_dim else "")
+    return f"{heads}, {dims}, {p.dtype}, {p.device}"
 
 
 def format_bytes(n: float) -> str:

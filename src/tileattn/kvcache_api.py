@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -156,3 +156,12 @@ def attention_with_kvcache(
     )
     out, lse = kvcache_ops.run(problem, inputs, backend)
     return AttentionOutput(out, lse) if return_lse else out
+
+
+def explain_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *tensors: Tensor, backend: str | None = None, **options: Any
+) -> kvcache_ops.CacheExplanation:
+    """Say which backend would serve `attention_with_kvcache(q, k_cache, v_cache, *tensors, **options)` and why, with
+    which tiles, and how keys would be shared out. Computes nothing, as `explain`."""
+    problem, _ = CacheProblem.of(q, k_cache, v_cache, *tensors, **options)
+    return kvcache_ops.explain(problem, backend)

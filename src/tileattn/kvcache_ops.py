@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tileattn.backends import CacheAppender, CacheBackend
+from tileattn.backends import CacheAppender, CacheBackend, Tiles
+from tileattn.dispatch import in_words, passed_over
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.ops import may_be_observed, refuse_tangents
 from tileattn.problem import Forward
@@ -88,6 +90,32 @@ def _refusal(name: str, problem: CacheProblem) -> str | None:
         return load(name).supports(problem)
     except ImportError as error:  # no Triton on this platform
         return f"needs Triton ({error})"
+
+
+@dataclass(frozen=True)
+class CacheExplanation:
+    """What `tileattn.explain_with_kvcache` found: who serves a call, with which tiles, and how keys are shared out."""
+
+    problem: CacheProblem
+    backend: str
+    tiles: Tiles
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        p = self.problem
+        pages = f" in pages of {p.page_size}" if p.page_size < p.capacity else ""
+        lines = [
+            f"problem   batch {p.batch}, {p.seqlen_q} tokens, a cache of {p.capacity}{pages}, {in_words(p)}",
+            f"backend   {self.backend}",
+            f"tiles     {self.tiles}",
+        ]
+        return "\n".join([*lines, *(f"not used  {name}: {reason}" for name, reason in self.refusals.items())])
+
+
+def explain(problem: CacheProblem, backend: str | None = None) -> CacheExplanation:
+    name = choose(problem, backend)
+    refusals = passed_over(name, BACKENDS, lambda other: _refusal(other, problem))
+    return CacheExplanation(problem, name, load(name).tiles(problem), refusals)
 
 
 def run(problem: CacheProblem, inputs: CacheInputs, backend: str | None = None) -> Forward:

@@ -23,6 +23,9 @@ class Tiles(NamedTuple):
     block_n: int
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n}: {self.why}"
+
 
 class Backend(Protocol):
     def supports(self, problem: Problem, direction: Direction = "forward") -> str | None:
@@ -61,6 +64,9 @@ class CacheBackend(Protocol):
 
     def supports(self, problem: CacheProblem) -> str | None:
         """As `Backend.supports`."""
+
+    def tiles(self, problem: CacheProblem) -> Tiles:
+        """Whose `why` also says how keys are shared out."""
 
     def attend(self, problem: CacheProblem, inputs: CacheInputs) -> Forward:
         """The new keys and values are in the cache already; inputs.k and v are not looked at."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tileattn.backends import Tiles, cpu
 from tileattn.backends.cpu import tiling, workers
 from tileattn.backends.cpu.forward import Head, balanced, count_blocks, key_ranges, row_blocks
 from tileattn.backends.cpu.stacks import Stack, of_sequences
@@ -26,6 +27,13 @@ def supports(problem: CacheProblem) -> str | None:
     if problem.device.type != "cpu":
         return f"it serves tensors on the CPU, these are on {problem.device}"
     return None
+
+
+def tiles(problem: CacheProblem) -> Tiles:
+    p = problem
+    of_forward = cpu.tiles(p.gathered(p.capacity))
+    shared = f"are in runs of {p.split_size}" if p.split_size else "are shared out among threads that have no rows"
+    return of_forward._replace(why=f"{of_forward.why}; keys {shared}")
 
 
 def append(append: Append) -> None:

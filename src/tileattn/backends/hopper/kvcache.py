@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.backends import hopper
+from tileattn.backends import Tiles, hopper
 from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Forward, Inputs, Problem
 
@@ -48,6 +48,11 @@ def _idle(packed: Problem) -> str | None:
     if tiles * p.batch < 0.6 * device:
         return "its tiles leave the device idle"
     return "tiles of the longest sequence may leave the device idle" if tiles < 0.2 * device else None
+
+
+def tiles(problem: CacheProblem) -> Tiles:
+    of_packed = hopper.tiles(as_packed(problem))
+    return of_packed._replace(why=f"{of_packed.why}; keys are not split")
 
 
 def as_packed(problem: CacheProblem) -> Problem:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tileattn.backends import Tiles
 from tileattn.backends.portable import refusal
 from tileattn.backends.portable.append import ROWS, AppendMode, append_kernel
 from tileattn.backends.portable.combine import CombineMode, combine_kernel
@@ -83,6 +84,14 @@ def supports(problem: CacheProblem) -> str | None:
     if reason is None and problem.batch > MAX_BATCH:
         return f"a batch of {problem.batch} is above {MAX_BATCH}; split it"
     return reason
+
+
+def tiles(problem: CacheProblem) -> Tiles:
+    p, tile = problem, _tile_for(problem)
+    split, runs = _split_for(p, tile), f"in runs of {p.split_size}" if p.split_size else "in runs"
+    shared = f"of all sequences are {runs}, {split.items} at most" if split.items else "are not split"
+    stages = tile.paged_stages if p.page_size < p.capacity else tile.num_stages
+    return Tiles(tile.block_m, tile.block_n, f"{tile.num_warps} warps, {stages} tiles in flight; keys {shared}")
 
 
 def append(append: Append) -> None:
