@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,7 +59,8 @@ class Case:
     score_mod: str | None = None  # a name in SCORE_MODS
     mask_mod: str | None = None  # a name in MASK_MODS
     block_size: tuple[int, int] | None = None  # a block mask: of mask_mod if there is one, of mask, or else random
-    layout: str = "bshd"  # order in memory; "sliced": heads cut out of a wider tensor; "strided": last stride 2
+    # order in memory; "sliced": heads out of a wider tensor; "offset": rows out of one of NaN; "strided": last stride 2
+    layout: str = "bshd"
     magnitude: float = 1.0  # of q: large ones make sharp, near one-hot softmaxes
     seed: int = 0
 
@@ -268,6 +270,8 @@ class _Draw:
             return self.normal(*batch, heads, seqlen, head_dim).transpose(-3, -2)
         if self.case.layout == "sliced":
             return self.normal(*rows, heads + 2, head_dim)[..., 1:-1, :]
+        if self.case.layout == "offset":
+            return F.pad(self.normal(*rows, heads, head_dim), (1, 2), value=float("nan"))[..., 1:-2]
         if self.case.layout == "strided":
             return self.normal(*rows, heads, 2 * head_dim)[..., ::2]
         return self.normal(*rows, heads, head_dim)
@@ -364,6 +368,7 @@ MODIFIERS: dict[str, dict[str, object]] = {
     "head_dim_v": {"head_dim_v": 48},
     "bhsd": {"layout": "bhsd"},
     "sliced": {"layout": "sliced"},
+    "offset": {"layout": "offset"},
     "strided": {"layout": "strided"},
     "sharp": {"magnitude": 30.0},
     "everything": {
@@ -446,6 +451,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "batch_0": {"batch": 0},
     "head_dim_1": {"head_dim": 1, "head_dim_v": 1},
     "head_dim_17": {"head_dim": 17, "head_dim_v": 33},
+    "head_dim_59": {"head_dim": 59, "head_dim_v": 24, "layout": "offset", "lengths_q": (30, 40), "lengths_k": (50, 40)},
     "head_dim_80": {"head_dim": 80, "head_dim_v": 80},
     "head_dim_128": {"head_dim": 128, "head_dim_v": 128},
     "head_dim_256": {"batch": 1, "head_dim": 256, "head_dim_v": 256},

@@ -201,6 +201,15 @@ def test_nothing_is_compiled_anew_for_other_lengths_batches_or_heads(name, varle
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_rows_that_begin_or_end_anywhere_get_the_kernels_of_those_in_pieces_of_16_bytes(varlen):
+    lengths = {"lengths_q": (60, 70), "lengths_k": (60, 70)} if varlen else {}
+    base = Case(dtype=torch.bfloat16, seqlen_q=70, seqlen_k=70, head_dim=64, head_dim_v=64, causal=True, **lengths)
+    others = {"head_dim": 59, "head_dim_v": 61}, {"head_dim": 59, "head_dim_v": 64}, {"layout": "offset"}
+    calls = [build(base.but(**options))[:2] for options in ({}, *others)]
+    assert specialisations(calls, TARGETS["sm90"], tuning.HOPPER) == KERNELS
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_anticipated_is_what_backward_needs(name, varlen):
     lengths = {"lengths_q": (60, 70), "lengths_k": (60, 70)} if varlen else {}

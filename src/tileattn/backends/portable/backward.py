@@ -32,13 +32,16 @@ from tileattn.backends.portable.launch import (
     Mode,
     block_dim_of,
     empty_like,
+    in_whole_pieces,
     mode_of,
     modifiers_of,
+    narrowed,
     operand_of,
     operands_of,
     rows_of,
     sequences_of,
     stats_of,
+    with_whole_pieces,
     workspace,
     workspace_of,
 )
@@ -90,12 +93,15 @@ class Backward:
         dlse: Tensor | None,
         launcher: type[Launcher] = Launcher,
     ) -> None:
+        self.head_dims = problem.head_dim, problem.head_dim_v  # before they are padded
+        problem, inputs = with_whole_pieces(problem, inputs)
         self.problem, self.inputs = problem, inputs = with_found_blocks(problem, inputs, launcher)
+        out = in_whole_pieces(forward.out)
         if dout is None:
-            dout = torch.zeros_like(forward.out)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+            dout = torch.zeros_like(out)
+        dout = in_whole_pieces(dout if dout.stride(-1) == 1 else dout.contiguous())
         dlse = None if dlse is None else dlse.contiguous()
-        self.launcher = launcher(problem, inputs, forward.out, forward.lse.contiguous(), dout, dlse)
+        self.launcher = launcher(problem, inputs, out, forward.lse.contiguous(), dout, dlse)
         self.lse, self.delta = (workspace(problem, inputs, fill) for fill in (math.inf, 0.0))
 
     def gradients(self, wanted: Wanted) -> Gradients:
@@ -105,10 +111,11 @@ class Backward:
         else:
             self.statistics()
         dk, dv = self.key_gradients(wanted)
+        head_dim, head_dim_v = self.head_dims
         return Gradients(
-            dq if wanted.q else None,
-            dk,
-            dv,
+            narrowed(dq, head_dim) if wanted.q else None,
+            narrowed(dk, head_dim),
+            narrowed(dv, head_dim_v),
             self._bias_gradient() if wanted.bias else None,
             dslopes if wanted.alibi_slopes else None,
             self._sink_gradient() if wanted.sink else None,

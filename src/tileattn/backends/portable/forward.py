@@ -28,10 +28,12 @@ from tileattn.backends.portable.launch import (
     Launcher,
     mode_of,
     modifiers_of,
+    narrowed,
     operands_of,
     rows_of,
     sequences_of,
     stats_of,
+    with_whole_pieces,
 )
 from tileattn.backends.portable.sparsity import list_tiles, sparsity_of, with_found_blocks
 from tileattn.backends.portable.tuning import tile_for
@@ -148,7 +150,7 @@ def forward_kernel(
 
 
 def forward(problem: Problem, inputs: Inputs) -> Forward:
-    p, inputs = with_found_blocks(problem, inputs)
+    p, inputs = with_found_blocks(*with_whole_pieces(problem, inputs))
     out, lse = Forward.unwritten(inputs.q, p.head_dim_v)
 
     def describe(inputs: Inputs, out: Tensor, lse: Tensor, lists: Tensor | None) -> Launch:
@@ -178,4 +180,4 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     launcher = Launcher(p, inputs)
     lists = list_tiles(launcher, p, inputs, tile_for(p, "forward"), "keys") if p.block_size else None
     launcher.launch(forward_kernel, describe, out, lse, lists)
-    return Forward(out, lse)
+    return Forward(narrowed(out, problem.head_dim_v), lse)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,6 +123,35 @@ def _fits_descriptor(x: Tensor) -> bool:
 def _strides_of(x: Tensor) -> list[int]:
     """Of all dims but the last. Along a dim of size 1 any will do: one that descriptors take."""
     return [16 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+
+
+def with_whole_pieces(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
+    """The call with q, k and v that can be loaded in pieces of 16 bytes; wider heads in them, if need be, whose results
+    `narrowed` cuts."""
+    p, (q, k, v) = problem, inputs[:3]
+    at_pieces = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    if p.aligned and at_pieces and p.head_dim % 8 == p.head_dim_v % 8 == 0:
+        return problem, inputs
+    q, k, v = map(in_whole_pieces, (q, k, v))
+    return replace(p, head_dim=q.shape[-1], head_dim_v=v.shape[-1]), inputs._replace(q=q, k=k, v=v)
+
+
+def in_whole_pieces(x: Tensor) -> Tensor:
+    """x, or a copy: rows that begin and end at multiples of 16 bytes. Those that do not are loaded element by element,
+    whose addresses fill registers: kernels take several times as long, copies a small part of that."""
+    unit = 16 // x.element_size()
+    missing = -x.shape[-1] % unit
+    if not missing and x.data_ptr() % 16 == 0 and not any(s % unit for s in _strides_of(x)):
+        return x
+    return F.pad(x, (0, missing))
+
+
+@overload
+def narrowed(x: Tensor, head_dim: int) -> Tensor: ...
+@overload
+def narrowed(x: None, head_dim: int) -> None: ...
+def narrowed(x: Tensor | None, head_dim: int) -> Tensor | None:
+    return x if x is None or x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
 
 
 def operands_of(mode: Mode, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> list[Any]:

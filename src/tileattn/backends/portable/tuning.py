@@ -23,9 +23,9 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with something that takes a few more, and nothing that takes many: in forward a mask_mod, a window that hides keys
-    on the left, or ALiBi, in backward_kv a bias. held: q, and dout, which stay with a program, are operands in
-    registers, so that tensor cores read less shared memory (not of backward_kv, whose sums leave no registers).
+    with one thing that takes a few more, and nothing that takes many (see REGISTERS). held: q, and dout, which stay
+    with a program, are operands in registers, so that tensor cores read less shared memory (not of backward_kv, whose
+    sums leave no registers).
     """
 
     block_m: int
@@ -104,29 +104,59 @@ FLOAT32: Table = {
 INTERPRETER: Table = {kernel: {1024: Tile(32, 32, 1, 1, True, held=True)} for kernel in DEFAULT}
 
 
+class Room(NamedTuple):
+    """What takes registers of a kernel beside q.k: a few, or many. The rest takes none."""
+
+    few: frozenset[str]
+    many: frozenset[str]
+
+
+_MANY = frozenset({"softcap", "score_mod", "mask", "dropout"})
+REGISTERS: dict[Kernel, Room] = {
+    "forward": Room(frozenset({"mask_mod", "left", "alibi"}), _MANY | {"bias", "small blocks"}),
+    "backward_kv": Room(frozenset({"bias"}), _MANY | {"mask_mod", "alibi", "left", "right", "blocks"}),
+    "backward_q": Room(frozenset(), frozenset()),
+}
+# what takes shared memory, most of it for tiles that are prefetched: two stages leave room for a second program
+PREFETCHED = frozenset({"bias", "mask", "columns", "dropout", "small blocks"})
+
+
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
-    tile = _lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel)
-    takes_shared = p.has_bias or p.has_mask or _reads_columns(p.score_mod)
-    small_blocks = any(size % step for size, step in zip(p.block_size, tile[:2], strict=False))  # a look-up each score
-    if kernel == "forward" or max(p.head_dim, p.head_dim_v) > 128:  # three stages leave some 3 KiB
-        takes_shared |= p.dropout_p > 0.0 or small_blocks
-    if kernel == "forward":
-        takes_shared |= _reads_columns(p.mask_mod)
-    if takes_shared and not tile.held:  # for prefetched tiles of its own, mostly: leave room for a second program
+    return _beside(_lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel), p, kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def _beside(tile: Tile, problem: Problem, kernel: Kernel) -> Tile:
+    """The tile, of a call whose scores take more than q.k."""
+    traits, (few, many) = _traits(problem, tile), REGISTERS[kernel]
+    if traits & PREFETCHED and not tile.held:
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    takes_some = p.mask_mod or (p.window_left >= 0) != p.has_alibi  # registers
-    takes_many = p.score_mod or p.softcap or p.dropout_p or p.has_bias or p.has_mask or small_blocks
-    if kernel == "backward_kv":
-        several_loops = p.block_size or p.window_left >= 0 or p.window_right >= 0
-        takes_some = p.has_bias and not several_loops
-        takes_many = p.score_mod or p.softcap or p.dropout_p or p.has_mask or p.mask_mod or p.has_alibi
-    if takes_some and not takes_many and tile.masked_registers:
+    if tile.masked_registers and len(traits & few) == 1 and not traits & many:
         tile = tile._replace(registers=tile.masked_registers)
     return tile
 
 
-@functools.lru_cache(maxsize=256)
+def _traits(problem: Problem, tile: Tile) -> set[str]:
+    """small blocks: a tile reaches into several, so that each score looks up its own."""
+    p = problem
+    there = {
+        "softcap": p.softcap,
+        "alibi": p.has_alibi,
+        "bias": p.has_bias,
+        "score_mod": p.score_mod,
+        "left": p.window_left >= 0,
+        "right": p.window_right >= 0,
+        "mask": p.has_mask,
+        "mask_mod": p.mask_mod,
+        "columns": _reads_columns(p.score_mod) or _reads_columns(p.mask_mod),
+        "blocks": p.block_size,
+        "small blocks": any(size % step for size, step in zip(p.block_size, tile[:2], strict=False)),
+        "dropout": p.dropout_p,
+    }
+    return {name for name, x in there.items() if x}
+
+
 def _reads_columns(program: str) -> bool:
     return bool(program) and Program.parse(program).reads_by("col")
 
@@ -134,8 +164,6 @@ def _reads_columns(program: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _lookup(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Kernel) -> Tile:
     by_dim = table_for(device, dtype)[kernel]
-    if kernel == "forward" and head_dim % 8 and dtype.itemsize == 2 and head_dim not in by_dim:
-        head_dim = max(head_dim, 65)  # loads of less than 16 bytes, whose addresses take registers: a smaller tile
     return by_dim[min(limit for limit in by_dim if limit >= head_dim)]
 
 
