@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
 
 from tileattn.backends import Backend
 from tileattn.block_mask import BlockMask
@@ -101,7 +102,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
         softcap=case.softcap,
         bias=draw.bias(scores),
         alibi_slopes=draw.uniform(batch, case.num_heads) if case.alibi else None,
-        sink=draw.normal(case.num_heads) if case.sink else None,
+        sink=draw.normal(case.num_heads, 2)[:, 0] if case.sink else None,
         dropout_p=case.dropout_p,
         dropout_seed=case.seed - 17 if case.dropout_p else None,
         **options,  # type: ignore[arg-type]
@@ -314,6 +315,7 @@ class _Draw:
             "relative": lambda s, b, h, r, c: s - slopes[h] * (r - c).abs() + table[h, (c - r).clamp(-far, far) + far],
             "piecewise": lambda s, b, h, r, c: torch.where((r + b) % 3 > c % 2, s.clamp(-1, 0.7) * 0.5, s),
             "causal": lambda s, b, h, r, c: torch.where(r >= c, torch.sigmoid(s) * 2, -float("inf")),
+            "constant": lambda s, b, h, r, c: torch.zeros_like(s),
         }
         return trace_score_mod(functions[name], self.device)
 
@@ -322,6 +324,7 @@ class _Draw:
         limit = torch.randint(0, length + 1, (max(batch, 1),), generator=self.generator).to(self.device)
         functions = {
             "causal": lambda b, h, r, c: r >= c,
+            "both": and_masks(lambda b, h, r, c: r >= c, lambda b, h, r, c: c != 3),
             "documents": lambda b, h, r, c: (document[r] == document[c]) & (c <= r + 20),
             "lengths": lambda b, h, r, c: (c < limit[b]) | (h == 1),
         }
@@ -409,6 +412,7 @@ MODS: dict[str, dict[str, object]] = {
     "score_mod_table": {"score_mod": "relative", "num_heads": 4, "num_heads_k": 2},
     "score_mod_piecewise": {"score_mod": "piecewise", "softcap": 4.0, "bias": ALL_DIMS},
     "score_mod_causal": {"score_mod": "causal"},
+    "score_mod_constant": {"score_mod": "constant", "mask_mod": "both"},
     "mask_mod": {"mask_mod": "documents"},
     "mask_mod_lengths": {"mask_mod": "lengths", "causal": True},
     "blocks": {"block_size": (32, 64)},

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracle import Case, build
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
 
 import tileattn
 from tileattn import BlockMask, mods, trace_mask_mod, trace_score_mod
@@ -33,6 +33,7 @@ SCORE_MODS = {
     "extrema": lambda s, b, h, r, c: torch.maximum(s, -s) + torch.minimum(s, s * 0 + 1) - s.clamp(max=0.3),
     "division": lambda s, b, h, r, c: 1 / s.abs().clamp(min=0.1) + torch.exp2(-s.abs()) + (1 + s * s).log(),
     "replaced": lambda s, b, h, r, c: (r - c) * 0.25 + table[0, c],
+    "constant": lambda s, b, h, r, c: torch.zeros_like(s),
     "fixed_column": lambda s, b, h, r, c: s + table[h, 3] - half,
 }
 MASK_MODS = {
@@ -40,6 +41,8 @@ MASK_MODS = {
     "window": lambda b, h, r, c: (r - c).abs() <= 11,
     "documents": lambda b, h, r, c: (doc[r] == doc[c]) & ~((h == 1) & (c % 7 == 2)),
     "nothing": lambda b, h, r, c: r < 0,
+    "both": and_masks(lambda b, h, r, c: r >= c, lambda b, h, r, c: c != 3),
+    "either": or_masks(lambda b, h, r, c: r == c, lambda b, h, r, c: c < 3),
 }
 
 

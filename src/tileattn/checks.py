@@ -234,7 +234,7 @@ def check_sink(sink: Tensor | None, num_heads: int, device: torch.device) -> Ten
     if tuple(sink.shape) != (num_heads,):
         raise ValueError(f"sink: shape {tuple(sink.shape)}, expected (num_heads,) = ({num_heads},)")
     check_device("sink", sink, device)
-    return sink.resolve_neg()
+    return sink.resolve_neg().contiguous()
 
 
 def check_block_mask(block_mask: BlockMask, scores: tuple[int, int, int, int], device: torch.device) -> Tensor:

@@ -79,6 +79,7 @@ _REWRITTEN: dict[str, Callable[..., tuple[str, list[Any]]]] = {
     "square": lambda x: ("mul", [x, x]),
 }
 _IDENTITIES = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "expand", "view", "unsqueeze", "squeeze"}
+_CONSTANTS = {"zeros_like", "new_zeros", "zeros", "_efficientzerotensor", "ones_like", "new_ones", "ones"}
 _KEEP_SHAPE = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy"}  # of a tensor that is indexed later
 
 
@@ -397,7 +398,10 @@ class _Reader:
             return first.fill(free[node.args[1]], node.args[2])  # type: ignore[index]
         if isinstance(first, _Indexed) and op in _KEEP_SHAPE:
             return first
-        return self.pointwise(op, [self.scalar(a) for a in node.args if not isinstance(a, (list, tuple))], node.kwargs)
+        args = [self.scalar(a) for a in node.args if not isinstance(a, (list, tuple))]
+        if op in _CONSTANTS:
+            return torch.tensor("ones" in op, device="cpu").to(node.meta["val"].dtype).item()
+        return self.pointwise(op, args, node.kwargs)
 
     def mutate(self, op: str, node: torch.fx.Node) -> Any:
         if node.args[0].op != "call_function":
@@ -416,8 +420,6 @@ class _Reader:
             return args[0]
         if op in ("scalar_tensor", "full", "full_like"):
             return args[-1]
-        if op in ("zeros_like", "new_zeros", "zeros", "_efficientzerotensor", "ones_like", "new_ones", "ones"):
-            return float("ones" in op)
         if op == "_to_copy":
             dtype = kwargs.get("dtype")
             return args[0] if dtype is None else self.step("cast", (args[0], str(dtype).removeprefix("torch.")))

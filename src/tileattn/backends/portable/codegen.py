@@ -100,9 +100,10 @@ def compiled(text: str, layout: Layout, first: int) -> Any:
     """The Triton function of a program; its tensors begin at place `first` of the kernel's captured tuple."""
     program = Program.parse(text)
     body = _Writer(program, layout, first).write()
-    digest = hashlib.sha256((body + inspect.getsource(pointwise)).encode()).hexdigest()[:24]
+    parameters = f"({', '.join(program.inputs)}, captured, EXACT)"
+    digest = hashlib.sha256((parameters + body + inspect.getsource(pointwise)).encode()).hexdigest()[:24]
     name = f"mod_{digest}"
-    source = f"def {name}({', '.join(program.inputs)}, captured, EXACT):\n{body}"
+    source = f"def {name}{parameters}:\n{body}"
     path = f"<tileattn {name}>"
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path  # where inspect looks
     namespace = vars(pointwise) | {"__name__": __name__, "size": size}
