@@ -85,8 +85,8 @@ def attention(
     sink), dropout, product with v.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim); float16, bfloat16, float32 or float64. Any strides; a last dim that
-            is not contiguous is copied.
+        q: (batch, seqlen_q, num_heads, head_dim); float16, bfloat16, float32 or float64. Any strides; copied if its
+            last dim is not contiguous, or, for a GPU, if heads do not begin and end at multiples of 16 bytes.
         k: (batch, seqlen_k, num_heads_k, head_dim), num_heads_k dividing num_heads (GQA, MQA): query head h reads key
             head h // (num_heads // num_heads_k).
         v: (batch, seqlen_k, num_heads_k, head_dim_v).

@@ -129,8 +129,8 @@ def with_whole_pieces(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs
     """The call with q, k and v that can be loaded in pieces of 16 bytes; wider heads in them, if need be, whose results
     `narrowed` cuts."""
     p, (q, k, v) = problem, inputs[:3]
-    at_pieces = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    if p.aligned and at_pieces and p.head_dim % 8 == p.head_dim_v % 8 == 0:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if p.aligned and addresses % 16 == p.head_dim % 8 == p.head_dim_v % 8 == 0:
         return problem, inputs
     q, k, v = map(in_whole_pieces, (q, k, v))
     return replace(p, head_dim=q.shape[-1], head_dim_v=v.shape[-1]), inputs._replace(q=q, k=k, v=v)
@@ -141,7 +141,8 @@ def in_whole_pieces(x: Tensor) -> Tensor:
     whose addresses fill registers: kernels take several times as long, copies a small part of that."""
     unit = 16 // x.element_size()
     missing = -x.shape[-1] % unit
-    if not missing and x.data_ptr() % 16 == 0 and not any(s % unit for s in _strides_of(x)):
+    at_pieces = x.is_contiguous() or not any(s % unit for s in _strides_of(x))
+    if not missing and at_pieces and x.data_ptr() % 16 == 0:
         return x
     return F.pad(x, (0, missing))
 
