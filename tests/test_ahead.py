@@ -46,6 +46,22 @@ def test_whoever_waits_while_a_thread_is_about_to_start_is_not_disturbed(monkeyp
     assert not ahead._running
 
 
+def test_python_waits_at_exit_for_what_autograds_thread_began():
+    """Threads of a daemon are daemons, and autograd's are to Python."""
+    begun, done = [], threading.Event()
+
+    def begin():
+        ahead.begin(torch.device("cpu"), lambda: done.wait() and Compiled())
+        begun.extend(ahead._running)
+
+    daemon = threading.Thread(target=begin, daemon=True)
+    daemon.start()
+    daemon.join()
+    done.set()
+    ahead.wait()
+    assert [thread.daemon for thread in begun] == [False]
+
+
 def test_what_cannot_be_compiled_is_left_to_whoever_launches_it():
     begun = threading.Event()
 

@@ -30,7 +30,9 @@ def begin(device: torch.device, compile_kernel: Callable[[], Any]) -> None:
     with contextlib.suppress(RuntimeError):  # no thread is to be had: there are too many, or Python ends
         if not _running:
             _make_ready()
-        thread = threading.Thread(target=run, name="tileattn-compile")
+        # Python waits for it when it ends, also where autograd's thread begins it, as for a recomputed forward: threads
+        # of that one would be daemons, and Python would end them inside of C++ that aborts the process for it.
+        thread = threading.Thread(target=run, name="tileattn-compile", daemon=False)
         thread.start()
         _running.add(thread)  # only now: others may wait, and nobody can for a thread that has not started
 
