@@ -60,7 +60,8 @@ class Case:
     score_mod: str | None = None  # a name in SCORE_MODS
     mask_mod: str | None = None  # a name in MASK_MODS
     block_size: tuple[int, int] | None = None  # a block mask: of mask_mod if there is one, of mask, or else random
-    # order in memory; "sliced": heads out of a wider tensor; "offset": rows out of one of NaN; "strided": last stride 2
+    # order in memory, "bhds" with rows last; "sliced": heads out of a wider tensor; "offset": rows out of one of NaN;
+    # "strided": last stride 2
     layout: str = "bshd"
     magnitude: float = 1.0  # of q: large ones make sharp, near one-hot softmaxes
     seed: int = 0
@@ -269,6 +270,8 @@ class _Draw:
         *batch, seqlen = rows
         if self.case.layout == "bhsd":
             return self.normal(*batch, heads, seqlen, head_dim).transpose(-3, -2)
+        if self.case.layout == "bhds":
+            return self.normal(*batch, heads, head_dim, seqlen).movedim(-1, -3)
         if self.case.layout == "sliced":
             return self.normal(*rows, heads + 2, head_dim)[..., 1:-1, :]
         if self.case.layout == "offset":
@@ -453,7 +456,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "no_keys": {"seqlen_q": 5, "seqlen_k": 0},
     "no_queries": {"seqlen_q": 0, "seqlen_k": 5},
     "batch_0": {"batch": 0},
-    "head_dim_1": {"head_dim": 1, "head_dim_v": 1},
+    "head_dim_1": {"head_dim": 1, "head_dim_v": 1, "layout": "bhds"},
     "head_dim_17": {"head_dim": 17, "head_dim_v": 33},
     "head_dim_59": {"head_dim": 59, "head_dim_v": 24, "layout": "offset", "lengths_q": (30, 40), "lengths_k": (50, 40)},
     "head_dim_80": {"head_dim": 80, "head_dim_v": 80},

@@ -139,8 +139,7 @@ def test_what_is_outside_of_the_cache_is_not_written():
 def flat_append(problem, inputs):
     x, v_cache = inputs, None if inputs.v is None else inputs.v_cache
     where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
-    append = Append(x.k_cache, v_cache, x.k, x.v, *where, problem.batch, 0, problem.rotary_interleaved)
-    return (*append, "cpu")
+    return Append(x.k_cache, v_cache, x.k, x.v, *where, problem.batch, 0, problem.rotary_interleaved)
 
 
 def flat_attend(problem, inputs):
@@ -300,6 +299,17 @@ def test_refusals_name_the_argument_and_what_would_do(args, options, words, monk
     with pytest.raises((TypeError, ValueError)) as error:
         tileattn.attention_with_kvcache(*args, **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("cuda", "backend='cuda': unknown"), ("portable", "portable: needs a GPU")]
+)
+def test_a_compiled_call_that_appends_says_the_same_of_a_backend(name, words, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch._dynamo.reset()
+    attend = torch.compile(tileattn.attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=words):
+        attend(Q, KC.clone(), KC.clone(), K, K, cache_seqlens=LENGTHS, backend=name)
 
 
 def test_what_only_triton_could_serve_is_refused_in_words_where_there_is_none():

@@ -28,7 +28,7 @@ _lib = torch.library.Library("tileattn", "FRAGMENT")
 _lib.define(
     "kvcache_append(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor k, Tensor? v, Tensor? table, "
     "Tensor? cache_seqlens, Tensor? cu_seqlens_k, Tensor? rotary_cos, Tensor? rotary_sin, SymInt batch, "
-    "SymInt seqlen_cache, bool rotary_interleaved, str? backend) -> ()",
+    "SymInt seqlen_cache, bool rotary_interleaved) -> ()",
     tags=_TAGS,
 )
 _lib.define(
@@ -56,9 +56,9 @@ def load(name: str) -> CacheBackend:
     return portable
 
 
-def load_appending(device: torch.device, name: str | None) -> CacheAppender:
-    """Whose module appends where a backend attends, None being the one that `choose` finds."""
-    if name == "cpu" or (name is None and device.type == "cpu"):
+def load_appending(device: torch.device) -> CacheAppender:
+    """Whose module appends to caches there, whoever attends: an append cannot tell what a backend would refuse."""
+    if device.type == "cpu":
         from tileattn.backends.cpu import kvcache as cpu
 
         return cpu
@@ -130,10 +130,10 @@ def run(problem: CacheProblem, inputs: CacheInputs, backend: str | None = None) 
         where = x.table, x.cache_seqlens, x.cu_seqlens_k, x.rotary_cos, x.rotary_sin
         append = Append(x.k_cache, v_cache, x.k, x.v, *where, p.batch, p.seqlen_cache, p.rotary_interleaved)
         if straight:
-            load_appending(p.device, backend).append(append)
+            load_appending(p.device).append(append)
             _increment_versions(append.k_cache, append.v_cache)
         else:
-            torch.ops.tileattn.kvcache_append.default(*append, backend)
+            torch.ops.tileattn.kvcache_append.default(*append)
     if straight:
         return serving.attend(p, x)
     out, lse = torch.ops.tileattn.kvcache_attend.default(
@@ -188,8 +188,8 @@ def split(args: tuple[Any, ...]) -> tuple[CacheProblem, CacheInputs, str | None]
 
 
 def _append(*args: Any) -> None:
-    *call, backend = args
-    load_appending(call[0].device, backend).append(Append(*call))
+    append = Append(*args)
+    load_appending(append.k.device).append(append)
 
 
 def _attend(*args: Any) -> Forward:

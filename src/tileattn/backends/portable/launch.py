@@ -144,7 +144,7 @@ def in_whole_pieces(x: Tensor) -> Tensor:
     at_pieces = x.is_contiguous() or not any(s % unit for s in _strides_of(x))
     if not missing and at_pieces and x.data_ptr() % 16 == 0:
         return x
-    return F.pad(x, (0, missing))
+    return F.pad(x, (0, missing)).contiguous()  # F.pad keeps rows last in memory, if head_dim is 1
 
 
 @overload
