@@ -124,12 +124,12 @@ def test_programs_share_a_multiprocessor_of_hopper(head_dim, programs, options):
     assert programs_of(forward) == programs, f"{forward.registers} registers, {forward.shared} bytes"
 
 
-@pytest.mark.parametrize(("head_dim", "programs"), [(64, 3), (128, 2)])
-def test_a_document_mask_leaves_programs_room_on_a_multiprocessor_of_hopper(head_dim, programs):
+@pytest.mark.parametrize(("head_dim", "programs", "window"), [(64, 3, (-1, -1)), (64, 3, (40, 0)), (128, 2, (-1, -1))])
+def test_a_document_mask_leaves_programs_room_on_a_multiprocessor_of_hopper(head_dim, programs, window):
     document = torch.arange(256) // 100
     mask_mod = lambda b, h, row, col: (document[row] == document[col]) & (row >= col)  # noqa: E731
     q, k, v = (torch.zeros(1, 256, 2, head_dim, dtype=torch.bfloat16) for _ in range(3))
-    call = Problem.of(q, k, v, block_mask=BlockMask.from_mod(mask_mod, None, None, 256, 256))
+    call = Problem.of(q, k, v, block_mask=BlockMask.from_mod(mask_mod, None, None, 256, 256), window=window)
     forward = compile_call(*call, TARGETS["sm90"], tuning.HOPPER, wanted=None)[-1]
     assert (forward.name, forward.spills, programs_of(forward)) == ("forward_kernel", 0, programs)
     assert products_overlap(forward)

@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     descriptors: load through tensor descriptors where tensors allow. registers: the most a thread may hold, so that
     more programs fit on a multiprocessor; 0 leaves it to the compiler. ranges: tiles that need no mask get a loop of
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
-    with one thing that takes a few more, and nothing that takes many (see REGISTERS). held: q, and dout, which stay
+    with something that takes a few more, and nothing that takes many (see REGISTERS). held: q, and dout, which stay
     with a program, are operands in registers, so that tensor cores read less shared memory (not of backward_kv, whose
     sums leave no registers).
     """
@@ -113,7 +113,7 @@ class Room(NamedTuple):
 
 _MANY = frozenset({"softcap", "score_mod", "mask", "dropout"})
 REGISTERS: dict[Kernel, Room] = {
-    "forward": Room(frozenset({"mask_mod", "left", "alibi"}), _MANY | {"bias", "small blocks"}),
+    "forward": Room(frozenset({"mask_mod", "left", "alibi"}), _MANY | {"bias", "small blocks", "left and alibi"}),
     "backward_kv": Room(frozenset({"bias"}), _MANY | {"mask_mod", "alibi", "left", "right", "blocks"}),
     "backward_q": Room(frozenset(), frozenset()),
 }
@@ -132,7 +132,7 @@ def _beside(tile: Tile, problem: Problem, kernel: Kernel) -> Tile:
     traits, (few, many) = _traits(problem, tile), REGISTERS[kernel]
     if traits & PREFETCHED and not tile.held:
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
-    if tile.masked_registers and len(traits & few) == 1 and not traits & many:
+    if tile.masked_registers and traits & few and not traits & many:
         tile = tile._replace(registers=tile.masked_registers)
     return tile
 
@@ -147,6 +147,7 @@ def _traits(problem: Problem, tile: Tile) -> set[str]:
         "score_mod": p.score_mod,
         "left": p.window_left >= 0,
         "right": p.window_right >= 0,
+        "left and alibi": p.window_left >= 0 and p.has_alibi,
         "mask": p.has_mask,
         "mask_mod": p.mask_mod,
         "columns": _reads_columns(p.score_mod) or _reads_columns(p.mask_mod),
