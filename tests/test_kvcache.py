@@ -334,7 +334,13 @@ def test_explain_says_who_serves_and_how_keys_are_split():
     assert found.backend == "cpu"
     for words in ("a cache of 64 in pages of 16", "backend   cpu", "keys are in runs of 128"):
         assert words in str(found)
-    assert "shared out among threads" in str(tileattn.explain_with_kvcache(Q, PAGES, PAGES, **options))
+    assert "shared out among threads" in str(tileattn.explain_with_kvcache(Q, PAGES, PAGES, **options, return_lse=True))
+
+
+def test_explain_appends_nothing():
+    cache = KC.clone()
+    tileattn.explain_with_kvcache(Q, cache, cache, K + 1, K + 1, cache_seqlens=LENGTHS)
+    assert torch.equal(cache, KC)
 
 
 def test_entries_of_a_table_that_are_not_in_use_may_hold_anything():

@@ -238,10 +238,12 @@ def attention_varlen(
     return _run(problem, inputs, backend, return_lse)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options) -> dispatch.Explanation:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, return_lse: bool = False, **options
+) -> dispatch.Explanation:
     """Say which backend would serve `attention(q, k, v, **options)` (or, with cu_seqlens_q, `attention_varlen`), with
     which tiles and why, how many bytes move, and what standard attention would move and hold. Computes nothing, so
-    tensors of a FakeTensorMode do."""
+    tensors of a FakeTensorMode do; return_lse changes nothing."""
     problem, inputs = Problem.of(*_autocast(q, k, v), **options)
     return dispatch.explain(problem, inputs, backend)
 

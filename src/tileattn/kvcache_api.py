@@ -159,9 +159,15 @@ def attention_with_kvcache(
 
 
 def explain_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *tensors: Tensor, backend: str | None = None, **options: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *tensors: Tensor,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> kvcache_ops.CacheExplanation:
     """Say which backend would serve `attention_with_kvcache(q, k_cache, v_cache, *tensors, **options)` and why, with
-    which tiles, and how keys would be shared out. Computes nothing, as `explain`."""
+    which tiles, and how keys would be shared out. Computes and appends nothing; return_lse changes nothing."""
     problem, _ = CacheProblem.of(q, k_cache, v_cache, *tensors, **options)
     return kvcache_ops.explain(problem, backend)
