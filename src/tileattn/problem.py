@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     cu_seqlens[b] to cu_seqlens[b + 1]. The last dim has stride 1.
     bias, mask: four dims, each either 1 or that of (batch, num_heads, seqlen_q, seqlen_k), any strides;
     varlen: the same with row and column counted inside each sequence.
-    alibi_slopes: (1 or batch, num_heads); sink: (num_heads,); both of any floating dtype.
+    alibi_slopes: (1 or batch, num_heads); sink: (num_heads,), contiguous; both of any floating dtype.
     No tensor is negated lazily, as the imaginary part of x.conj() is: kernels read memory as it is.
     dropout_seed: int64, one element.
     block_mask: uint8 (1 or batch, 1 or num_heads, q_blocks, k_blocks), contiguous: 0 skipped, 1 partial, 2 full (mask
