@@ -178,6 +178,7 @@ SIZES = {
     "head_dim_40": (KERNELS, {"head_dim": 40, "head_dim_v": 40}),
     "bhsd": (KERNELS, {"layout": "bhsd", "causal": True}),
     "sliced": (KERNELS, {"layout": "sliced"}),
+    "offset": (KERNELS, {"layout": "offset"}),
     "modifiers": (KERNELS, {"softcap": 3.0, "alibi": True, "sink": True, "dropout_p": 0.1, "window": (5, 0)}),
     "mods": (KERNELS, {"score_mod": "relative", "mask_mod": "documents"}),
     "blocks": (KERNELS + 3 * ["list_kernel"], {"block_size": (128, 128)}),
