@@ -480,7 +480,7 @@ FAMILY: dict[str, tuple[object, ...]] = {
     "alibi": (False, True),
     "sink": (False, True),
     "dropout_p": (0.0, 0.0, 0.25),
-    "layout": ("bshd", "bhsd", "sliced", "strided"),
+    "layout": ("bshd", "bhsd", "bhds", "sliced", "offset", "strided"),
 }
 # The same for mods and block masks.
 FAMILY_OF_MODS: dict[str, tuple[object, ...]] = {
