@@ -37,6 +37,7 @@ from tileattn.backends.hopper.softmax import (
     exponentials,
     headroom_of,
     hide,
+    hide_left,
     limit_of,
     modify,
     raised,
@@ -56,7 +57,7 @@ class Mode(NamedTuple):
     that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
     COLUMN_PARTS: blocks side by side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end
     passes over blocks. BARRIERS: the first named barrier. VARLEN: sequences of different lengths are packed.
-    CAUSAL, LEFT: the window bounds that side. HIDES: blocks may hide scores, the first MASKED of a tile (LEFT: all).
+    CAUSAL, LEFT: the window bounds that side. HIDES: the first MASKED blocks of a tile may hide scores at a row's end.
     """
 
     WARPGROUPS: Any
@@ -200,12 +201,13 @@ def pass_over(queries, q, keys, values, block, last, WARPGROUP: gl.constexpr, mo
 def masked_step(
     queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
-    """A further block that may hide scores: with the running maximum."""
+    """A further block that a row may end in: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
     s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
-    s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
+    s = hide(s, rows, column, mode, product_layout(mode.BLOCK_N))
+    s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     o = finish(o_token, values, block)
@@ -214,11 +216,12 @@ def masked_step(
 
 @gluon.jit
 def step(queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode):
-    """A block that all rows see whole."""
+    """A block that no row ends in."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
     s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
+    s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
     o = finish(o_token, values, block)
@@ -235,7 +238,8 @@ def begin(s, rows, column, grid, modifiers, dtype: gl.constexpr, p_layout: gl.co
     """m, row parts and p of a tile's first block."""
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     if mode.HIDES:
-        s = hide(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
+        s = hide(s, rows, column, mode, product_layout(mode.BLOCK_N))
+    s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m = gl.maximum(gl.max(s, 1) * unit + headroom_of(dtype), NOTHING)
     p, parts = exponentials(s, m, unit, dtype, p_layout)
     return m, parts, p
@@ -316,10 +320,9 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
                 block += 1
         for i in range(first, work.blocks):
             column -= mode.BLOCK_N
-            advance: gl.constexpr = masked_step if mode.LEFT else step
             last = i + 1 == work.blocks
-            o, m, l, p = advance(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
-                                 modifiers, WARPGROUP, mode)  # fmt: skip
+            o, m, l, p = step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
+                              modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
 
         # The next tile's first scores, beside this tile's last product.

@@ -31,13 +31,15 @@ class Modifiers(NamedTuple):
 
 class Rows(NamedTuple):
     """Of each row that a warpgroup has: its position in the sequence, its head, the column on its diagonal, the column
-    before which the sequence ends, and its slope (ALiBi's, times log2(e))."""
+    before which the sequence ends, and its slope (ALiBi's, times log2(e)); of all the tile's rows together: the column
+    from which on none of them hides any to its left."""
 
     position: Any
     head: Any
     diagonal: Any
     limit: Any
     slope: Any
+    inside: Any
 
 
 @gluon.constexpr_function
@@ -65,7 +67,10 @@ def rows_of(work, offs, grid, modifiers, mode):
     slope = (position * 0).to(gl.float32)
     if mode.ALIBI:
         slope = gl.load(modifiers.slopes_ptr + (work.batch * grid.num_heads + head)) * LOG2_E
-    return Rows(position, head, diagonal, limit, slope)
+    inside = work.row
+    if mode.LEFT:
+        inside += (mode.BLOCK_M - 1) + (work.seqlen_k - work.seqlen_q) + grid.left
+    return Rows(position, head, diagonal, limit, slope, inside)
 
 
 @gluon.jit
@@ -86,13 +91,21 @@ def modify(s, rows, first_column, modifiers, mode, layout: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, rows, first_column, grid, mode, layout: gl.constexpr):
-    """-inf where a row may not look; s: [rows, BLOCK_N]."""
+def hide(s, rows, first_column, mode, layout: gl.constexpr):
+    """-inf where a row has come to its end; s: [rows, BLOCK_N]."""
     columns = gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
-    seen = columns[None, :] < (rows.limit - first_column)[:, None]
+    return gl.where(columns[None, :] < (rows.limit - first_column)[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def hide_left(s, rows, first_column, grid, mode, layout: gl.constexpr):
+    """-inf where a row's window has not begun: in the blocks, a tile's last ones, that its left edge crosses."""
     if mode.LEFT:
-        seen = seen & (columns[None, :] >= (rows.diagonal + (grid.left - first_column))[:, None])
-    return gl.where(seen, s, float("-inf"))
+        if first_column < rows.inside:
+            columns = gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
+            begun = columns[None, :] >= (rows.diagonal + (grid.left - first_column))[:, None]
+            s = gl.where(begun, s, float("-inf"))
+    return s
 
 
 @gluon.jit
