@@ -131,7 +131,10 @@ def locate(tile, sequence, table_ptr, grid, mode):
         seqlen_k = grid.seqlen_k
         all_heads = grid.sequences * packs
     blocks_m = gl.maximum((seqlen_q + mode.BLOCK_M - 1) // mode.BLOCK_M, 1)
-    section = gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_k, 1), all_heads), 1)
+    visited = gl.maximum(seqlen_k, 1)  # keys of a head that are worked on at a time
+    if mode.LEFT:
+        visited = gl.minimum(visited, mode.BLOCK_M + grid.right - grid.left)
+    section = gl.maximum(gl.minimum(grid.section // visited, all_heads), 1)
     per_section = section * blocks_m
     # The last section takes the heads that are too few for one of their own: long tiles that come late end late.
     number = gl.minimum(tile // per_section, all_heads // section - 1)
