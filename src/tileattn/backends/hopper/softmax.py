@@ -100,7 +100,7 @@ def hide(s, rows, first_column, mode, layout: gl.constexpr):
 @gluon.jit
 def hide_left(s, rows, first_column, grid, mode, layout: gl.constexpr):
     """-inf where a row's window has not begun: in the blocks, a tile's last ones, that its left edge crosses."""
-    if mode.LEFT:
+    if mode.LEFT:  # noqa: SIM102  (one is of the compiler, the other of the kernel)
         if first_column < rows.inside:
             columns = gl.arange(0, mode.BLOCK_N, gl.SliceLayout(0, layout))
             begun = columns[None, :] >= (rows.diagonal + (grid.left - first_column))[:, None]
