@@ -75,6 +75,22 @@ def test_what_scores_read_leaves_large_head_dims_within_the_shared_memory_of_hop
     assert max(c.shared for c in compiled) <= SHARED["sm90"] * 1024
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "stages", "options"),
+    [
+        (64, 3, {"dropout_p": 0.1}),
+        (64, 3, {"mask_mod": "documents"}),
+        (64, 2, {"bias": ALL_DIMS}),
+        (256, 3, {}),
+        (256, 2, {"dropout_p": 0.1}),
+    ],
+)
+def test_dk_and_dv_keep_three_stages_beside_what_takes_little_shared_memory(head_dim, stages, options, monkeypatch):
+    monkeypatch.setattr(tuning, "_lookup", lambda device, dtype, head_dim, kernel: tuning.HOPPER[kernel][head_dim])
+    call = build(Case(dtype=torch.bfloat16, head_dim=head_dim, head_dim_v=head_dim, **options))
+    assert tuning.tile_for(call.problem, "backward_kv").num_stages == stages
+
+
 @pytest.mark.parametrize("target", targets(("sm90",)))
 def test_all_modifiers_together_compile(target):
     wanted = Wanted(bias=True, alibi_slopes=True, sink=True)

@@ -117,8 +117,14 @@ REGISTERS: dict[Kernel, Room] = {
     "backward_kv": Room(frozenset({"bias"}), _MANY | {"mask_mod", "alibi", "left", "right", "blocks"}),
     "backward_q": Room(frozenset(), frozenset()),
 }
-# what takes shared memory, most of it for tiles that are prefetched: two stages leave room for a second program
-PREFETCHED = frozenset({"bias", "mask", "columns", "dropout", "small blocks"})
+# What takes shared memory, most of it for tiles that are prefetched: two stages leave room for a second program, or,
+# beside heads of more than 128, for one.
+_TILES = frozenset({"bias", "mask", "columns of score_mod"})
+PREFETCHED: dict[Kernel, frozenset[str]] = {
+    "forward": _TILES | {"columns of mask_mod", "dropout", "small blocks"},
+    "backward_kv": _TILES | {"dropout or small blocks beside large heads"},
+    "backward_q": _TILES | {"dropout or small blocks beside large heads"},
+}
 
 
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
@@ -130,7 +136,7 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
 def _beside(tile: Tile, problem: Problem, kernel: Kernel) -> Tile:
     """The tile, of a call whose scores take more than q.k."""
     traits, (few, many) = _traits(problem, tile), REGISTERS[kernel]
-    if traits & PREFETCHED and not tile.held:
+    if traits & PREFETCHED[kernel] and not tile.held:
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     if tile.masked_registers and traits & few and not traits & many:
         tile = tile._replace(registers=tile.masked_registers)
@@ -139,7 +145,8 @@ def _beside(tile: Tile, problem: Problem, kernel: Kernel) -> Tile:
 
 def _traits(problem: Problem, tile: Tile) -> set[str]:
     """small blocks: a tile reaches into several, so that each score looks up its own."""
-    p = problem
+    p, large = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    small_blocks = any(size % step for size, step in zip(p.block_size, tile[:2], strict=False))
     there = {
         "softcap": p.softcap,
         "alibi": p.has_alibi,
@@ -150,10 +157,12 @@ def _traits(problem: Problem, tile: Tile) -> set[str]:
         "left and alibi": p.window_left >= 0 and p.has_alibi,
         "mask": p.has_mask,
         "mask_mod": p.mask_mod,
-        "columns": _reads_columns(p.score_mod) or _reads_columns(p.mask_mod),
+        "columns of score_mod": _reads_columns(p.score_mod),
+        "columns of mask_mod": _reads_columns(p.mask_mod),
         "blocks": p.block_size,
-        "small blocks": any(size % step for size, step in zip(p.block_size, tile[:2], strict=False)),
+        "small blocks": small_blocks,
         "dropout": p.dropout_p,
+        "dropout or small blocks beside large heads": large and (p.dropout_p or small_blocks),
     }
     return {name for name, x in there.items() if x}
 
