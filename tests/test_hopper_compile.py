@@ -85,7 +85,8 @@ def test_the_ranking_of_sequences_needs_no_shared_memory():
 )
 def test_the_ranking_of_sequences_in_a_cache_needs_no_shared_memory(there, dtype):
     found = compile_cached_ranking(*there, dtype)
-    assert found.spills == found.shared == 0
+    assert found.shared == 0
+    assert found.spills <= MORE_SPILLS
 
 
 @pytest.mark.parametrize("seqlen", [256, 32768])
