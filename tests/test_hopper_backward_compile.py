@@ -49,6 +49,18 @@ def test_products_stay_asynchronous_and_registers_suffice(name):
     assert waits <= sum("WARPGROUP.DEPBAR" in line for line in found.code) <= waits + steps
     assert found.spills <= spills + MORE_SPILLS
     assert found.shared <= 227 * 1024
+    assert read_after_release(found.ptx) == []
+
+
+def read_after_release(ptx):
+    """Loads of a tile's Work behind the arrival, one of 352 threads, that lets it be overwritten."""
+    found, released = [], False
+    for line in ptx.splitlines():
+        if re.search(r"\bbar\.(sync|arrive)|try_wait", line):
+            released = re.search(r"\bbar\.arrive %r\d+, 352;", line) is not None
+        elif released and "ld.shared.b32" in line:
+            found.append(line.strip())
+    return found
 
 
 def test_softcap_fits_at_head_dim_64():

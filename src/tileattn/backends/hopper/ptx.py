@@ -1,5 +1,8 @@
 """What Gluon has no word for, in PTX. Every function is one instruction or two, and none knows an address.
 
+Named barriers clobber memory. LLVM would sink a load to where its value is used, be that behind the arrival that lets
+another warp overwrite what is loaded.
+
 Of the NAMED_BARRIERS Triton uses the first, see first_barrier.
 """
 
@@ -19,7 +22,7 @@ def first_barrier(partitions: int) -> int:
 def barrier_sync(barrier, THREADS: gl.constexpr):
     """Wait on a named barrier until THREADS threads have arrived, these included."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,n,~{memory}", [barrier, THREADS], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -28,7 +31,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr, pred=True):
     """Arrive at a named barrier and go on."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.u32 $0, 0; }",
-        "=r,r,n,r",
+        "=r,r,n,r,~{memory}",
         [barrier, THREADS, gl.where(pred, 1, 0)],
         dtype=gl.int32,
         is_pure=False,
