@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     shared: int
     warnings: list[str]
     ptx: str
+    ttgir: str
 
     def count(self, instruction: str) -> int:
         return sum(bool(re.search(rf"\b{instruction}", line)) for line in self.code)
@@ -132,4 +133,5 @@ def _compile(function: Any, *args: Any) -> Compiled:
         shared=kernel.metadata.shared,
         warnings=re.findall(r".*(?:C75\d\d|[Pp]otential).*", said.stderr),
         ptx=ptx,
+        ttgir=kernel.asm["ttgir"],
     )

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import (
     fence_async_shared,
+    mbarrier,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -31,6 +32,7 @@ from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, mak
 from tileattn.backends.hopper.ptx import (
     NAMED_BARRIERS,
     barrier_sync,
+    boundary,
     narrow,
     opaque,
     pass_turn,
@@ -86,7 +88,8 @@ class Scales(NamedTuple):
 class Pipes(NamedTuple):
     """What goes between the partitions. queue: of tiles, whose ring is k. statistics: lse and delta of a block of
     queries, [2, 2 * BLOCK_M], on the mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; WIDE: P^T and
-    dS^T, [4, BLOCK_N, BLOCK_M]."""
+    dS^T, [4, BLOCK_N, BLOCK_M]. turn: PRIMED: the mbarrier by which the first warpgroup passes the matrix units on (one
+    that nobody waits for is dead to Triton, which gives its memory away; the hardware still writes there)."""
 
     queue: Any
     k: Any
@@ -95,6 +98,7 @@ class Pipes(NamedTuple):
     dout: Any
     statistics: Any
     ds: Any
+    turn: Any
 
 
 @gluon.jit
@@ -283,6 +287,9 @@ def step(dk, dv, i, entry, row, work, MASKED: gl.constexpr, WARPGROUP: gl.conste
     pipes.q.wait(i)
     lse = statistics.slice(0, mode.BLOCK_M).load(per_query)
     if mode.PRIMED:
+        # One warpgroup after the other, so that one multiplies while the other computes exponentials.
+        if WARPGROUP == 1:
+            mbarrier.wait(pipes.turn.index(0), i & 1)
         s_token = warpgroup_mma(k, q.permute((1, 0)), lse[None, :] - zero, is_async=True)
         pipes.dout.wait(i)
         delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(per_query)
@@ -291,8 +298,13 @@ def step(dk, dv, i, entry, row, work, MASKED: gl.constexpr, WARPGROUP: gl.conste
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         pipes.dout.wait(i)
         dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    p, factor = probabilities(warpgroup_mma_wait(1, deps=(s_token,)), lse, scales, mode)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    if mode.PRIMED and WARPGROUP == 0:
+        mbarrier.arrive(pipes.turn.index(0), count=1)
+    p, factor = probabilities(s, lse, scales, mode)
     p = hide(p, row, work.row + WARPGROUP * ROWS, work.seqlen_k, MASKED, grid, mode)
+    if not mode.PRIMED:
+        p = boundary(p)  # else the assembler waits for dP before it has computed more than a few exponentials
     p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(DIM_V))
     p *= factor
     if mode.PRIMED:
@@ -457,6 +469,13 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, outbox, dk_desc, dv_desc, grid
     pipes.k.release(entry)
 
 
+@gluon.jit
+def make_turn():
+    turn = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    return turn
+
+
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
 @gluon.jit(do_not_specialize=["sequences", "left", "right", "section"])
 def attention_backward(
@@ -481,6 +500,7 @@ def attention_backward(
         make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED),
         gl.allocate_shared_memory(gl.float32, [2, 2 * mode.BLOCK_M], statistics_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [DS, mode.BLOCK_N, mode.BLOCK_M], exchange),
+        make_turn() if mode.PRIMED else None,
     )
     first = make_outbox(dq_desc, FILLED)
     second = make_outbox(dq_desc, FILLED + 1)
