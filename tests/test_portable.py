@@ -124,6 +124,15 @@ def test_a_bias_may_hold_anything_beyond_its_sequences(lengths):
     check_call(portable, call._replace(inputs=call.inputs._replace(bias=bias)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bias_may_hide_with_the_lowest_number_there_is(dtype):
+    """As models do that fill with torch.finfo(dtype).min; a sink keeps the maximum far above."""
+    call = build(SMALL.but(bias=ALL_DIMS, sink=True, dtype=dtype))
+    bias = call.inputs.bias.masked_fill(torch.arange(90) % 3 == 0, torch.finfo(dtype).min)
+    bias[:, :, 40] = torch.finfo(dtype).min
+    check_call(portable, call._replace(inputs=call.inputs._replace(bias=bias)))
+
+
 @pytest.mark.parametrize("columns", [64, 88, 96])
 def test_a_table_is_read_where_a_mod_says_though_it_is_loaded_in_groups(columns):
     """Of tables with as many columns as keys, the last tile whole or not, and with more of them."""

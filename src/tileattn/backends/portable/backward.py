@@ -211,7 +211,7 @@ class Backward:
         base = 1.0 if self.problem.dtype == torch.float32 else math.log(2.0)
         probs = torch.exp(sink.to(torch.float32)[:, None] - self.lse * base)
         dims = (1,) if self.problem.varlen else (0, 2)
-        return -(probs * self.delta).sum(dims).to(sink.dtype)
+        return -(probs * self.delta).sum(dims, dtype=torch.float64).to(sink.dtype)
 
     def _walk(
         self,

@@ -14,7 +14,7 @@ def exp(x, EXACT: tl.constexpr):
     p = tl.exp2(y)
     if EXACT:  # what rounding x * log2(e) loses
         lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
-        p = tl.where(tl.abs(x) == float("inf"), p, p + p * (lost * LN2))
+        p = tl.where((p == 0.0) | (p == float("inf")), p, p + p * (lost * LN2))  # else inf - inf, or 0 * inf
     return p
 
 

@@ -20,7 +20,7 @@ def power(x, mode):
         y = x * LOG2E
         lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
         p = tl.exp2(y)
-        return tl.where(x == float("-inf"), 0.0, p + p * (lost * LN2))
+        return tl.where(p == 0.0, 0.0, p + p * (lost * LN2))  # there y, and so lost, may be infinite
     else:
         return tl.exp2(x)
 
