@@ -145,22 +145,23 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
 
 
 @gluon.jit
-def pass_turn_before(block, PENDING: gl.constexpr, turns_ptr, work, grid, mode):
-    """With the PENDING additions to `block` on their way, pass on the turn of the block before, if there is one.
+def pass_turn_before(block, turns_ptr, work, grid, mode):
+    """With the addition to `block` on its way, pass on the turn of the block before, if there is one.
 
-    That block's additions are over by now; a warp that waited for each would take longer than a step.
+    That block's addition is over by now; a warp that waited for each would take longer than a step.
     """
     before = block + 1
     if before < work.end:
-        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, PENDING)
+        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, 1)
 
 
 @gluon.jit
 def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to a block of dQ in their order.
+    DETERMINISTIC: key blocks add to a block of dQ in their order. WIDE: steps are long enough to wait for additions.
     """
+    LATE: gl.constexpr = mode.DETERMINISTIC and not mode.WIDE
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
     entry = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
@@ -176,10 +177,12 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
-                    if mode.DETERMINISTIC and part == PARTS - 1:
-                        pass_turn_before(block, PARTS, turns_ptr + first, work, grid, mode)
+                    if LATE:
+                        pass_turn_before(block, turns_ptr + first, work, grid, mode)
                     outbox.release()
-            if mode.DETERMINISTIC:
+                if mode.DETERMINISTIC and mode.WIDE:
+                    pass_turn(turns_ptr + half, turn_of(block, work, grid, mode) + 1, 0)
+            if LATE:
                 pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
         store_rows(dv_desc, outbox, work, WARPGROUP, mode)
         store_rows(dk_desc, outbox, work, WARPGROUP, mode)
