@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from compiling import TRITON
 from triton.backends.compiler import GPUTarget
 
 from tileattn.backends.hopper.backward import attention_backward
@@ -20,7 +21,7 @@ from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_cached, rank_se
 from tileattn.problem import Inputs, Problem
 
 # Bytes of spills a thread that Triton 3.8 and 3.9 were seen to need beyond the budgets, which are those of 3.6 and 3.7.
-MORE_SPILLS = 136 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 0
+MORE_SPILLS = 136 if TRITON >= (3, 8) else 0
 
 
 class Compiled(NamedTuple):

@@ -11,7 +11,7 @@ from tileattn.problem import Problem, Wanted
 pytest.importorskip("triton")
 
 import triton
-from compiling import SHARED, TARGETS, backward_kernels, compile_call, specialisations
+from compiling import SHARED, TARGETS, TRITON, backward_kernels, compile_call, specialisations
 from oracle import ALL_DIMS, Case, build
 
 from tileattn.backends.portable import tuning
@@ -38,7 +38,7 @@ def table_of(target):
 
 
 # bytes of spills a thread that Triton 3.9 was seen to need with a bias or a mask, where 3.6 and 3.7 need none
-MORE_SPILLS = 160 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
+MORE_SPILLS = 160 if TRITON >= (3, 9) else 0
 
 
 def targets(quick):

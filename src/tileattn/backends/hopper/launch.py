@@ -155,10 +155,11 @@ def plan_for(problem: Problem) -> Plan:
         [*one, tile.block_n, 1, tile.block_dim_v],
         [*one, positions, mode.PACK, tile.columns],
     )
+    section = section_of(p, mode.LEFT) if mode.CAUSAL else 0
     return Plan(
         blocks,
         tuple(gl.NVMMASharedLayout.get_default_for(block, ELEMENT[p.dtype]) for block in blocks),
-        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, section_of(p) if mode.CAUSAL else 0),
+        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, section),
         (p.scale * LOG2_E.value, p.softcap * LOG2_E.value),
         Mode(*map(gl.constexpr, mode)),
         min(_num_sms(p.device), -(-p.seqlen_q // mode.BLOCK_M) * p.batch * (p.num_heads // mode.PACK)),

@@ -286,11 +286,11 @@ def _rank(
     gl.store(table_ptr + place + (sequences + 1) * 5, seqlen_k, mask=known)
 
 
-def section_of(problem: Problem) -> int:
-    """Keys, of all the heads that share L2: 32 MiB of K and V, 16 where sequences are short, 4 in a window on the left
-    (measured on an H200)."""
+def section_of(problem: Problem, left: bool) -> int:
+    """Keys, of all the heads that share L2: 32 MiB of K and V, 16 where sequences are short, 4 where a window bounds
+    the left side (measured on an H200)."""
     p = problem
-    mebibytes = 4 if 0 <= p.window_left < p.seqlen_k - 1 else 32 if p.seqlen_k >= 2048 else 16
+    mebibytes = 4 if left else 32 if p.seqlen_k >= 2048 else 16
     return (mebibytes << 20) * p.group // ((p.head_dim + p.head_dim_v) * p.dtype.itemsize)
 
 
