@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from compiling import TRITON
+from machine_code import instructions
 from triton.backends.compiler import GPUTarget
 
 from tileattn.backends.hopper.backward import attention_backward
@@ -123,13 +124,13 @@ def _compile(function: Any, *args: Any) -> Compiled:
                 [tool.path, "-v", "--gpu-name=sm_90a", source, "-o", binary], capture_output=True, text=True
             )
             if said.returncode == 0:
-                sass = subprocess.run([nvidia.cuobjdump.path, "-sass", binary], capture_output=True, text=True).stdout
+                code = instructions(binary)
                 break
     else:
         raise AssertionError(said.stderr)
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.stderr)
     return Compiled(
-        code=[line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)],
+        code=code,
         spills=sum(int(a) + int(b) for a, b in spilled),
         shared=kernel.metadata.shared,
         warnings=re.findall(r".*(?:C75\d\d|[Pp]otential).*", said.stderr),

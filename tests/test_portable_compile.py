@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 import triton
 from compiling import SHARED, TARGETS, TRITON, backward_kernels, compile_call, specialisations
-from oracle import ALL_DIMS, Case, build
+from machine_code import instructions, overwritten
+from oracle import ALL_DIMS, MODIFIERS, MODS, Case, build
 
 from tileattn.backends.portable import tuning
 
@@ -184,6 +185,30 @@ def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_ho
         programs = 3 if (name, head_dim, found.name) == ("bias", 64, "backward_kv_kernel") else 2
         assert programs_of(found) >= programs, f"{found.name}: {found.registers} registers, {found.shared} bytes"
         assert products_overlap(found), f"{found.name}: waits for every product"
+
+
+def overwritten_by(head_dim, head_dim_v, name):
+    case = Case(dtype=torch.bfloat16).but(**(MODIFIERS | MODS)[name]).but(head_dim=head_dim, head_dim_v=head_dim_v)
+    found = compile_call(*build(case)[:2], TARGETS["sm90"], tuning.HOPPER)
+    return [product for one in found for product in overwritten(instructions(one.kernel.asm["cubin"]))]
+
+
+HELD = [(128, 64, "mask"), (80, 64, "mask_mod_lengths"), (64, 128, "causal"), (96, 96, "mask"), (96, 24, "mask")]
+MORE_HELD = [(d, dv, name) for d, dv in ((128, 128), (128, 64), (64, 128)) for name in MODIFIERS | MODS]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "name"), HELD + [pytest.param(*x, marks=pytest.mark.exhaustive) for x in MORE_HELD]
+)
+def test_what_is_held_in_registers_is_there_in_every_turn_on_hopper(head_dim, head_dim_v, name):
+    assert overwritten_by(head_dim, head_dim_v, name) == []
+
+
+def test_what_is_held_would_be_overwritten_where_both_products_have_one_shape(monkeypatch):
+    """If this fails, ptxas has been mended, and that rule of tuning.py may go for its versions since."""
+    monkeypatch.setattr(tuning, "wrong_if_held", lambda tile, summed_dim: False)
+    monkeypatch.setattr(tuning, "_beside", tuning._beside.__wrapped__)
+    assert overwritten_by(128, 64, "mask")
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

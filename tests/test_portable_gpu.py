@@ -55,6 +55,14 @@ def test_oracle_rule_with_each_modifier(name, dtype):
     check(portable, BASE.but(dtype=dtype, head_dim=64, head_dim_v=64).but(**(MODIFIERS | MODS)[name]), "cuda")
 
 
+@pytest.mark.parametrize("head_dim_v", [64, 128])
+@pytest.mark.parametrize("name", MODIFIERS | MODS)
+def test_oracle_rule_with_each_modifier_and_larger_heads(name, head_dim_v):
+    """Whose tiles hold what stays in registers."""
+    case = BASE.but(dtype=torch.bfloat16).but(**(MODIFIERS | MODS)[name])
+    check(portable, case.but(head_dim=128, head_dim_v=head_dim_v), "cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_oracle_rule_for_odd_sizes(name, dtype):

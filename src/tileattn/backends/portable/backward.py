@@ -30,7 +30,6 @@ from tileattn.backends.portable.launch import (
     Launch,
     Launcher,
     Mode,
-    block_dim_of,
     empty_like,
     in_whole_pieces,
     mode_of,
@@ -46,7 +45,7 @@ from tileattn.backends.portable.launch import (
     workspace_of,
 )
 from tileattn.backends.portable.sparsity import Along, list_tiles, sparsity_of, with_found_blocks
-from tileattn.backends.portable.tuning import Tile, tile_for
+from tileattn.backends.portable.tuning import Tile, block_dim_of, tile_for
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted
 
 

@@ -23,7 +23,7 @@ from tileattn.backends.portable.codegen import NO_FUNCTIONS, Functions
 from tileattn.backends.portable.device.rows import PAD, Rows, RowStats, Sequences, Workspace, sized
 from tileattn.backends.portable.device.scores import Blocks, Modifiers
 from tileattn.backends.portable.kept import Descriptor, Kept, allocate
-from tileattn.backends.portable.tuning import Tile
+from tileattn.backends.portable.tuning import Tile, block_dim_of
 from tileattn.philox import threshold
 from tileattn.problem import Inputs, Problem
 
@@ -108,10 +108,6 @@ def _precision(problem: Problem) -> str:
     """allow_tf32 tells the same, but fails once fp32_precision has been set."""
     tf32 = problem.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
-
-
-def block_dim_of(head_dim: int) -> int:
-    return max(triton.next_power_of_2(head_dim), 16)
 
 
 def _fits_descriptor(x: Tensor) -> bool:

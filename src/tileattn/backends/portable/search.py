@@ -15,9 +15,8 @@ import torch
 from tileattn.backends import portable
 from tileattn.backends.portable import tuning
 from tileattn.backends.portable.backward import Backward
-from tileattn.backends.portable.launch import block_dim_of
 from tileattn.backends.portable.tuned import Entry
-from tileattn.backends.portable.tuning import Kernel, Tile
+from tileattn.backends.portable.tuning import Kernel, Tile, block_dim_of, wrong_if_held
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 
 # What to find tiles for. dk and dv can come from one launch (backward_kv) or from two.
@@ -102,9 +101,10 @@ def candidates(work: Work, head_dim: int, itemsize: int, shared: int, descriptor
         bytes_held = itemsize * dim * (operands * stays + 2 * passes * num_stages)
         registers = (sums * stays * dim + scores * block_m * block_n) / (32 * num_warps)
         if bytes_held <= shared and 32 <= registers <= 224:
-            yield Tile(block_m, block_n, num_warps, num_stages, descriptors)
-            if descriptors and not by_key and registers + operands * stays * dim / (64 * num_warps) <= 224:
-                yield Tile(block_m, block_n, num_warps, num_stages, descriptors, held=True)
+            yield (tile := Tile(block_m, block_n, num_warps, num_stages, descriptors))
+            room = 224 - operands * stays * dim / (64 * num_warps)
+            if descriptors and not by_key and registers <= room and not wrong_if_held(tile, head_dim):
+                yield tile._replace(held=True)
             if by_key and registers > 128:  # two loops may be one too many for the registers
                 yield Tile(block_m, block_n, num_warps, num_stages, descriptors, ranges=False)
 

@@ -10,6 +10,7 @@ import os
 from typing import Literal, NamedTuple
 
 import torch
+import triton
 
 from tileattn.mods import Program
 from tileattn.problem import Problem
@@ -25,7 +26,7 @@ class Tile(NamedTuple):
     their own. dv: backward_kv computes dk alone, and a second launch dv with this tile. masked_registers: registers
     with something that takes a few more, and nothing that takes many (see REGISTERS). held: q, and dout, which stay
     with a program, are operands in registers, so that tensor cores read less shared memory (not of backward_kv, whose
-    sums leave no registers).
+    sums leave no registers; nor where `wrong_if_held`).
     """
 
     block_m: int
@@ -127,6 +128,10 @@ PREFETCHED: dict[Kernel, frozenset[str]] = {
 }
 
 
+def block_dim_of(head_dim: int) -> int:
+    return max(triton.next_power_of_2(head_dim), 16)
+
+
 def tile_for(problem: Problem, kernel: Kernel) -> Tile:
     p = problem
     return _beside(_lookup(p.device, p.dtype, max(p.head_dim, p.head_dim_v), kernel), p, kernel)
@@ -135,12 +140,20 @@ def tile_for(problem: Problem, kernel: Kernel) -> Tile:
 @functools.lru_cache(maxsize=4096)
 def _beside(tile: Tile, problem: Problem, kernel: Kernel) -> Tile:
     """The tile, of a call whose scores take more than q.k."""
+    if tile.held and wrong_if_held(tile, problem.head_dim_v if kernel == "forward" else problem.head_dim):
+        tile = tile._replace(held=False)
     traits, (few, many) = _traits(problem, tile), REGISTERS[kernel]
     if traits & PREFETCHED[kernel] and not tile.held:
         tile = tile._replace(num_stages=min(tile.num_stages, 2))
     if tile.masked_registers and traits & few and not traits & many:
         tile = tile._replace(registers=tile.masked_registers)
     return tile
+
+
+def wrong_if_held(tile: Tile, summed_dim: int) -> bool:
+    """Whether ptxas may put P, or dS, over q in the loop, which is wrong from its second turn on. Versions 12.8 to 13.0
+    do, with some modifiers, if both products have one shape: scores as wide as what they are multiplied into."""
+    return tile.block_n == block_dim_of(summed_dim)
 
 
 def _traits(problem: Problem, tile: Tile) -> set[str]:
