@@ -107,6 +107,11 @@ def _registers_of(cubin: bytes) -> int:
     return int.from_bytes(attribute[1], "little")
 
 
+def layouts_of_exponentials(found: Compiled) -> set[str]:
+    """Of tiles of scores. Two where Triton has all of them computed twice."""
+    return set(re.findall(r"math\.exp2 .*: tensor<\d+x(?!1x)\d+xf32, #(\w+)>", found.kernel.asm["ttgir"]))
+
+
 def compile_call(
     problem: Problem,
     inputs: Inputs,

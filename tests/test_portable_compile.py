@@ -11,7 +11,7 @@ from tileattn.problem import Problem, Wanted
 pytest.importorskip("triton")
 
 import triton
-from compiling import SHARED, TARGETS, TRITON, backward_kernels, compile_call, specialisations
+from compiling import SHARED, TARGETS, TRITON, backward_kernels, compile_call, layouts_of_exponentials, specialisations
 from machine_code import instructions, overwritten
 from oracle import ALL_DIMS, MODIFIERS, MODS, Case, build
 
@@ -209,6 +209,22 @@ def test_what_is_held_would_be_overwritten_where_both_products_have_one_shape(mo
     monkeypatch.setattr(tuning, "wrong_if_held", lambda tile, summed_dim: False)
     monkeypatch.setattr(tuning, "_beside", tuning._beside.__wrapped__)
     assert overwritten_by(128, 64, "mask")
+
+
+SHOWN = torch.ones(64, 65, dtype=torch.bool)[:, :64]
+OF_EACH_SCORE = {  # which is loaded an element at a time
+    "bias": {"bias": torch.zeros(1, 2, 64, 65, dtype=torch.bfloat16)[..., :64]},
+    "mask": {"mask": SHOWN},
+    "score_mod": {"score_mod": lambda score, b, h, row, col: score + SHOWN[row, col]},
+    "mask_mod": {"mask_mod": lambda b, h, row, col: SHOWN[row, col]},
+    "small_blocks": {"block_mask": BlockMask.from_blocks(torch.eye(4, dtype=torch.bool), 16)},
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_SCORE)
+def test_exponentials_are_computed_once_beside_loads_for_each_score(name):
+    forward = compile_call(*problem(128, **OF_EACH_SCORE[name]), TARGETS["sm90"], tuning.HOPPER, wanted=None)[-1]
+    assert layouts_of_exponentials(forward) == {"mma"}
 
 
 @pytest.mark.parametrize("target", targets(("sm80",)))

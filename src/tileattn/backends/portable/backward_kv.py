@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tileattn.backends.portable.device.dropout import keep_tile
 from tileattn.backends.portable.device.gradients import probabilities
-from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, walk_of
+from tileattn.backends.portable.device.masks import entry_at, read_for_mask, tile_of, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -21,6 +21,7 @@ from tileattn.backends.portable.device.rows import (
 )
 from tileattn.backends.portable.device.scores import (
     open_head,
+    read_for_scores,
     score_tile,
     score_unit,
     uncap,
@@ -47,10 +48,12 @@ def _walk_rows(
         q_tile = load_rows(q_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DIM]
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
         row_lse = tl.load(lse_ptr + offs_m)
-        s, capped, raw = score_tile(qk, rows, cols, origin, in_head, mods, mode, True)
+        for_scores = read_for_scores(rows, cols, in_head, mods, mode, True)
+        s, capped, raw = score_tile(qk, for_scores, rows, cols, origin, in_head, mods, mode)
         p = probabilities(s, unit, row_lse[None, :], mode)
         if MASKED:
-            p = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
+            for_mask = read_for_mask(rows, cols, in_head, mods, mode)
+            p = tl.where(visible(for_mask, rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
         dout_tile = load_rows(dout_rows, start_m, mode, True)  # [BLOCK_M, BLOCK_DV]
         dropped = p
         if mods.seed is not None:

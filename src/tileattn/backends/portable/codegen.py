@@ -1,8 +1,8 @@
 """Triton functions from the programs of score_mod and mask_mod, with PyTorch's rules for dtypes.
 
 A program becomes the source of one @triton.jit function of (score, b, h, row, col[, grad]; a mask_mod has no score),
-of the tensors that it reads and of EXACT. Its name is a digest of what it does: Triton tells functions by their names,
-in memory and in its cache on disk.
+of the tensors that it reads and of EXACT. Or of two: one reads what the other uses, before the scores are there. Names
+are a digest of what they do: Triton tells functions by their names, in memory and in its cache on disk.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from tileattn.mods import OPERATIONS, Program
 from tileattn.problem import Inputs, Problem
 
 BOOL, INT, FLOAT = torch.bool, torch.int32, torch.float32
+_PLACE = "b", "h", "row", "col"
 INPUTS = {"score": FLOAT, "grad": FLOAT, "b": INT, "h": INT, "row": INT, "col": INT}
 # What a kernel knows of each tensor that a program may read when it is compiled: its dtype, for each dim a factor of
 # the stride, or 0 if that is 1, and whether all rows are groups of 8 elements that begin at multiples of 8.
 Layout = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
+_BOTH = frozenset(("row", "col"))
 _SAME = {"abs": "tl.abs({})", "neg": "-{}", "sign": "sign({})"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -44,10 +46,13 @@ _MOST_PRODUCTS = 64  # an integer power up to this is made of products
 
 
 class Functions(NamedTuple):
-    """Of one call; None for what it does not have."""
+    """Of one call; None for what it does not have. score_reads, mask_reads: what gives score_mod and mask_mod the tuple
+    of what they read in the shape of the scores."""
 
+    score_reads: Any = None
     score_mod: Any = None
     score_derivative: Any = None
+    mask_reads: Any = None
     mask_mod: Any = None
 
 
@@ -58,9 +63,9 @@ def functions_of(problem: Problem, inputs: Inputs) -> Functions:
     p = problem
     of_score, of_mask = layout_of(inputs.score_mod_tensors), layout_of(inputs.mask_mod_tensors)
     return Functions(
-        compiled(p.score_mod, of_score, 0) if p.score_mod else None,
+        *(compiled_in_two(p.score_mod, of_score, 0) if p.score_mod else (None, None)),
         compiled(p.score_derivative, of_score, 0) if p.score_mod else None,
-        compiled(p.mask_mod, of_mask, _places(of_score)) if p.mask_mod else None,
+        *(compiled_in_two(p.mask_mod, of_mask, _places(of_score)) if p.mask_mod else (None, None)),
     )
 
 
@@ -99,8 +104,34 @@ def _places(layout: Layout) -> int:
 def compiled(text: str, layout: Layout, first: int) -> Any:
     """The Triton function of a program; its tensors begin at place `first` of the kernel's captured tuple."""
     program = Program.parse(text)
-    body = _Writer(program, layout, first).write()
-    parameters = f"({', '.join(program.inputs)}, captured, EXACT)"
+    return _function((*program.inputs, "captured", "EXACT"), _Writer(program, layout, first).write())
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_in_two(text: str, layout: Layout, first: int) -> tuple[Any, Any]:
+    """A function that gives the tuple of what the program reads at rows and columns, whatever the scores are, or None;
+    and the function of the program, which takes that tuple before the kernel's, or anything."""
+    program = Program.parse(text)
+    read = _read_for_each_score(program)
+    writer = _Writer(program, layout, first)
+    reads = _function((*_PLACE, "captured", "EXACT"), writer.write_reads(read)) if read else None
+    body = _Writer(program, layout, first, read).write()
+    return reads, _function((*program.inputs, "read", "captured", "EXACT"), body)
+
+
+def _read_for_each_score(program: Program) -> tuple[str, ...]:
+    """Steps that read a tensor at an index that depends on row and column, but not on scores."""
+    needs = {name: frozenset((name,)) for name in program.inputs}
+    found = []
+    for name, op, args in program.steps:
+        needs[name] = frozenset().union(*(needs.get(a[1:], frozenset()) for a in args if isinstance(a, str)))
+        if op == "index" and needs[name] >= {"row", "col"} and needs[name] <= {*_PLACE}:
+            found.append(name)
+    return tuple(found)
+
+
+def _function(names: tuple[str, ...], body: str) -> Any:
+    parameters = f"({', '.join(names)})"
     digest = hashlib.sha256((parameters + body + inspect.getsource(pointwise)).encode()).hexdigest()[:24]
     name = f"mod_{digest}"
     source = f"def {name}{parameters}:\n{body}"
@@ -122,24 +153,42 @@ class _Value(NamedTuple):
 class _Writer:
     """Writes the body of a function. Constants stay Python numbers, which do not decide a dtype, as in PyTorch."""
 
-    def __init__(self, program: Program, layout: Layout, first: int) -> None:
-        self.program, self.layout = program, layout
-        both = frozenset(("row", "col"))
-        axes = {"score": both, "grad": both, "row": frozenset(("row",)), "col": frozenset(("col",))}
+    def __init__(self, program: Program, layout: Layout, first: int, read: tuple[str, ...] = ()) -> None:
+        """read: names of steps whose values there are already, in a tuple."""
+        self.program, self.layout, self.read = program, layout, read
+        axes = {"score": _BOTH, "grad": _BOTH, "row": frozenset(("row",)), "col": frozenset(("col",))}
         self.known: dict[str, Any] = {
             name: _Value(name, INPUTS[name], axes.get(name, frozenset())) for name in program.inputs
         }
         self.places = [first + _places(layout[:i]) for i in range(len(layout))]
 
     def write(self) -> str:
+        lines = self.lines(self.program.output)
+        return _body(*lines, f"return {self.output()}")
+
+    def write_reads(self, names: tuple[str, ...]) -> str:
+        lines = self.lines(*(f"%{name}" for name in names))
+        return _body(*lines, f"return ({', '.join(names)},)")
+
+    def lines(self, *wanted: Any) -> list[str]:
+        """The steps that these values take."""
+        needed = set(wanted)
+        for name, _, args in reversed(self.program.steps):
+            if f"%{name}" in needed and name not in self.read:
+                needed.update(args)
         lines = []
         for name, op, args in self.program.steps:
+            if f"%{name}" not in needed:
+                continue
+            if name in self.read:
+                self.known[name] = _Value(f"read[{self.read.index(name)}]", self.dtype_of(_tensor(args[0])), _BOTH)
+                continue
             result = self.step(op, args)
             if isinstance(result, _Value):
                 lines.append(f"{name} = {result.code}")
                 result = result._replace(code=name)
             self.known[name] = result
-        return "".join(f"    {line}\n" for line in (*lines, f"return {self.output()}"))
+        return lines
 
     def output(self) -> str:
         found = self.value(self.program.output)
@@ -153,7 +202,7 @@ class _Writer:
 
     def step(self, op: str, args: tuple[Any, ...]) -> Any:
         if op == "index":
-            return self.index(int(args[0][2:]), [self.value(a) for a in args[1:]])
+            return self.index(_tensor(args[0]), [self.value(a) for a in args[1:]])
         if op == "cast":
             return _cast_to(self.value(args[0]), getattr(torch, args[1]))
         values = [self.value(a) for a in args]
@@ -161,6 +210,10 @@ class _Writer:
             return OPERATIONS[op](*map(torch.tensor, values)).item()
         code, dtype = _translate(op, values)
         return _Value(code, dtype, _axes(values))
+
+    def dtype_of(self, tensor: int) -> torch.dtype:
+        dtype = self.layout[tensor][0]
+        return FLOAT if dtype.is_floating_point else dtype
 
     def index(self, tensor: int, at: list[Any]) -> _Value:
         (dtype, factors, in_groups), place = self.layout[tensor], self.places[tensor]
@@ -180,9 +233,16 @@ class _Writer:
                 code = f"tl.maximum(tl.minimum({code}, {length} - 1), 0)"
             pointer += f" + {code}.to(tl.int64)"
             pointer += f" * (size(captured[{at_size + 1}]) * {factor})" if factor else ""
-        if dtype.is_floating_point:
-            return _Value(f"tl.load({pointer}).to(tl.float32)", FLOAT, _axes(at))
-        return _Value(f"tl.load({pointer})", dtype, _axes(at))
+        code = f"tl.load({pointer})" + (".to(tl.float32)" if dtype.is_floating_point else "")
+        return _Value(code, self.dtype_of(tensor), _axes(at))
+
+
+def _body(*lines: str) -> str:
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _tensor(arg: str) -> int:
+    return int(arg.removeprefix("%t"))
 
 
 def _translate(op: str, values: list[Any]) -> tuple[str, torch.dtype]:

@@ -127,15 +127,9 @@ def _score(qk, cols, here, changes, mode):
 
 
 @triton.jit
-def _seen(cols, here, sizes, changes, mode):
-    """Which keys the rows see, [BLOCK_M, BLOCK_N]."""
-    batch, head, row, seqlen_q, seqlen_k = here
-    at = (row + seqlen_k - seqlen_q)[:, None]
-    seen = (cols < seqlen_k)[None, :] & (row < seqlen_q)[:, None]
-    if mode.right:
-        seen = seen & (cols[None, :] <= at + sizes.window_right)
-    if mode.left:
-        seen = seen & (cols[None, :] >= at - sizes.window_left)
+def _read_mask(cols, here, changes):
+    """The mask of keys, [BLOCK_M, BLOCK_N], ahead of the product: see `read_for_scores`."""
+    batch, head, row, _, seqlen_k = here
     if changes.mask is not None:
         column = cols - (seqlen_k - changes.mask_columns)
         ptrs = (
@@ -144,7 +138,23 @@ def _seen(cols, here, sizes, changes, mode):
             + (head.to(tl.int64) * changes.mask_head + row.to(tl.int64) * changes.mask_row)[:, None]
             + column.to(tl.int64)[None, :] * changes.mask_col
         )
-        seen = seen & (tl.load(ptrs, mask=seen & (column >= 0)[None, :], other=1) != 0)
+        return tl.load(ptrs, mask=((column >= 0) & (cols < seqlen_k))[None, :], other=1)
+    else:
+        return 1
+
+
+@triton.jit
+def _seen(mask, cols, here, sizes, changes, mode):
+    """Which keys the rows see, [BLOCK_M, BLOCK_N]."""
+    _, _, row, seqlen_q, seqlen_k = here
+    at = (row + seqlen_k - seqlen_q)[:, None]
+    seen = (cols < seqlen_k)[None, :] & (row < seqlen_q)[:, None]
+    if mode.right:
+        seen = seen & (cols[None, :] <= at + sizes.window_right)
+    if mode.left:
+        seen = seen & (cols[None, :] >= at - sizes.window_left)
+    if changes.mask is not None:
+        seen = seen & (mask != 0)
     return seen
 
 
@@ -160,6 +170,8 @@ def _attend(
         inside = cols < seqlen_k
         page, row = place_of_block(where, sizes, batch, first, start_n, inside, mode, MASKED)
         k_offsets = offsets_of(k, page, row)
+        if MASKED:
+            mask = _read_mask(cols, here, changes)
         k_a = _load_part(k, k_offsets, inside, 0, mode.block_a, mode.dim, MASKED)
         qk = tl.dot(q_a, k_a.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
         if mode.block_b > 0:
@@ -167,7 +179,7 @@ def _attend(
             qk = tl.dot(q_b, k_b.T, qk, input_precision=mode.precision)
         s = _score(qk, cols, here, changes, mode)
         if MASKED:
-            s = tl.where(_seen(cols, here, sizes, changes, mode), s, float("-inf"))
+            s = tl.where(_seen(mask, cols, here, sizes, changes, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)
         p = p.to(k_a.dtype)
         acc_a = acc_a * alpha[:, None]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tileattn.backends.portable.codegen import captured_by, functions_of
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.masks import entry_at, tile_of, visible, walk_of
+from tileattn.backends.portable.device.masks import entry_at, read_for_mask, tile_of, visible, walk_of
 from tileattn.backends.portable.device.rows import (
     SIZES,
     Sequences,
@@ -21,7 +21,7 @@ from tileattn.backends.portable.device.rows import (
     stats_at,
     store_block,
 )
-from tileattn.backends.portable.device.scores import open_head, score_tile, score_unit
+from tileattn.backends.portable.device.scores import open_head, read_for_scores, score_tile, score_unit
 from tileattn.backends.portable.device.softmax import add_sink, from_natural, logsumexp, online_softmax
 from tileattn.backends.portable.launch import (
     Launch,
@@ -54,11 +54,14 @@ def _attend(
         start_n, full = tile_of(place, ahead, mode, BLOCK_N)
         ahead = entry_at(place + BLOCK_N, tiles, mode, BLOCK_N)
         cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
+        for_scores = read_for_scores(rows, cols, in_head, mods, mode, MASKED)
+        if MASKED:
+            for_mask = read_for_mask(rows, cols, in_head, mods, mode)
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
         qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
-        s, _, _ = score_tile(qk, rows, cols, start_m, in_head, mods, mode, MASKED)
+        s, _, _ = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode)
         if MASKED:
-            s = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), s, float("-inf"))
+            s = tl.where(visible(for_mask, rows, cols, full, in_head, seqs, mods, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)
         acc = acc * alpha[:, None]
         if mods.seed is not None:

@@ -34,8 +34,8 @@ class Mode(NamedTuple):
     plain: scores are q.k times a positive scale, so that the scale folds into the exponent. exact: float32 inputs.
     precision: of float32 products. tma: rows are loaded through tensor descriptors made on the "host", through such as
     kernels make on the "device" (of packed sequences: rows past the end of one must be zeros), or not ("").
-    held: see Tile. pad: a head dim is smaller than its block. left, right: the window bounds that side. score_mod,
-    score_derivative, mask_mod: functions, or None. ranges: walks go through ranges of tiles, some of which need no
+    held: see Tile. pad: a head dim is smaller than its block. left, right: the window bounds that side. score_reads to
+    mask_mod: see Functions. ranges: walks go through ranges of tiles, some of which need no
     mask; else through lists (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
     """
 
@@ -51,8 +51,10 @@ class Mode(NamedTuple):
     pad: Any
     left: Any
     right: Any
+    score_reads: Any
     score_mod: Any
     score_derivative: Any
+    mask_reads: Any
     mask_mod: Any
     ranges: Any
     listed: Any

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from tileattn.backends.portable.device.dropout import keep_tile
-from tileattn.backends.portable.device.masks import visible
+from tileattn.backends.portable.device.masks import read_for_mask, visible
 from tileattn.backends.portable.device.rows import stats_at
-from tileattn.backends.portable.device.scores import score_tile, score_unit, uncap, unmodify
+from tileattn.backends.portable.device.scores import read_for_scores, score_tile, score_unit, uncap, unmodify
 from tileattn.backends.portable.device.softmax import from_natural, power
 
 
@@ -43,10 +43,12 @@ def score_gradient(
     rows = offs_m[:, None]
     cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
     qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
-    s, capped, raw = score_tile(qk, rows, cols, start_m, in_head, mods, mode, MASKED)
+    for_scores = read_for_scores(rows, cols, in_head, mods, mode, MASKED)
+    s, capped, raw = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode)
     p = probabilities(s, score_unit(mods, mode), row_lse[:, None], mode)
     if MASKED:
-        p = tl.where(visible(rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
+        for_mask = read_for_mask(rows, cols, in_head, mods, mode)
+        p = tl.where(visible(for_mask, rows, cols, full, in_head, seqs, mods, mode), p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=mode.precision)
     if mods.seed is not None:
         dp = tl.where(keep_tile(offs_m, start_n, in_head, mods, BLOCK_M, BLOCK_N), dp * mods.rescale, 0.0)

@@ -84,9 +84,24 @@ def tile_of(place, entry, mode, STEP: tl.constexpr):
 
 
 @triton.jit
-def visible(rows, cols, full, in_head, seqs, mods, mode):
+def read_for_mask(rows, cols, in_head, mods, mode):
+    """What `visible` takes that is loaded in the shape of a tile of scores; see `read_for_scores`."""
+    mask, kind, for_mod = 0, 0, 0
+    row = rows_inside(rows, in_head)
+    if mods.mask is not None:
+        mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head, True)
+    if mode.kinds == "of each score":
+        kind = kind_at(row, tl.minimum(cols, in_head.seqlen_k - 1), in_head)
+    if mode.mask_reads is not None:
+        for_mod = mode.mask_reads(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
+    return mask, kind, for_mod
+
+
+@triton.jit
+def visible(read, rows, cols, full, in_head, seqs, mods, mode):
     """Which columns the rows see; rows and cols broadcast against each other, either way round. full: the block mask,
     where its blocks hold whole tiles, shows all of this one, whatever mask and mask_mod say."""
+    mask, kind, for_mod = read
     shift = in_head.seqlen_k - in_head.seqlen_q
     seen = cols < in_head.seqlen_k
     if mode.right:
@@ -98,15 +113,13 @@ def visible(rows, cols, full, in_head, seqs, mods, mode):
         seen = seen & (cols - (shift - seqs.window_left) >= rows)
     allowed = seen
     if mods.mask is not None:
-        mask = load_modifier(in_head.mask, rows, cols, mods.mask_row, mods.mask_col, mods.mask_align, in_head, True)
         allowed = allowed & (mask != 0)
     if mode.mask_mod is not None:
         row = rows_inside(rows, in_head)
-        allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
+        allowed = allowed & mode.mask_mod(in_head.batch, in_head.head, row, cols, for_mod, in_head.captured, mode.exact)
     if mode.kinds == "of a tile":
         return seen & (allowed | full)
     elif mode.kinds == "of each score":
-        kind = kind_at(rows_inside(rows, in_head), tl.minimum(cols, in_head.seqlen_k - 1), in_head)
         return seen & (kind != SKIPPED) & (allowed | (kind == FULL))
     else:
         return allowed

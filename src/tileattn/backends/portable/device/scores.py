@@ -148,9 +148,27 @@ def distance(rows, cols, origin, in_head):
 
 
 @triton.jit
-def score_tile(qk, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr):
+def read_for_scores(rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
+    """What `score_tile` takes that is loaded in the shape of a tile of scores; without CHECK the columns lie inside the
+    sequence.
+
+    The forward kernel asks for it ahead of the product, as for what masks take, so that its latency hides theirs, and
+    so that row maxima and sums get the layout of the product from Triton. They would get that of a load which comes
+    after it: scores would be moved there, and all exponentials computed in both."""
+    bias, for_mod = 0, 0
+    if mods.bias is not None:
+        bias = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
+    if mode.score_reads is not None:
+        row = rows_inside(rows, in_head)
+        for_mod = mode.score_reads(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
+    return bias, for_mod
+
+
+@triton.jit
+def score_tile(qk, read, rows, cols, origin, in_head, mods, mode):
     """Scores (see `score_unit`), and what `uncap` and `unmodify` need. rows and cols broadcast to qk, either way round;
-    origin: see `distance`; without CHECK the columns lie inside the sequence."""
+    origin: see `distance`."""
+    bias, for_mod = read
     s = qk
     capped = qk
     raw = qk
@@ -163,12 +181,11 @@ def score_tile(qk, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr)
         if mods.alibi is not None:
             s -= in_head.slope * distance(rows, cols, origin, in_head)
         if mods.bias is not None:
-            b = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
-            s += b.to(tl.float32)
+            s += bias.to(tl.float32)
         if mode.score_mod is not None:
             raw = s
             row = rows_inside(rows, in_head)
-            s = mode.score_mod(s, in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
+            s = mode.score_mod(s, in_head.batch, in_head.head, row, cols, for_mod, in_head.captured, mode.exact)
     return s, capped, raw
 
 
