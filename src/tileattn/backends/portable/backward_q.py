@@ -74,8 +74,8 @@ def _walk_keys(
         k_tile = load_rows(k_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DIM]
         v_tile = load_rows(v_rows, start_n, mode, MASKED)  # [BLOCK_N, BLOCK_DV]
         ds, dqk = score_gradient(
-            q_tile, k_tile, v_tile, dout_tile, row_lse, row_delta, start_m, start_n, full, in_head, seqs, mods, mode,
-            MASKED, BLOCK_M, BLOCK_N,
+            held(q_tile, mode), k_tile, v_tile, held(dout_tile, mode), row_lse, row_delta, start_m, start_n, full,
+            in_head, seqs, mods, mode, MASKED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if mods.alibi is not None:
             rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
@@ -155,8 +155,6 @@ def backward_q_kernel(
         padding = beyond < tl.cdiv(seqlen_q, PAD) * PAD
         tl.store(lse_ptr + beyond, float("inf"), mask=padding)
         tl.store(delta_ptr + beyond, 0.0, mask=padding)
-    q_tile = held(q_tile, mode)
-    dout_tile = held(dout_tile, mode)
     dq_tile = tl.zeros([BLOCK_M, mode.block_dim], tl.float32)
     slope_tile = tl.zeros([BLOCK_M], tl.float32)
 

@@ -58,7 +58,7 @@ def _attend(
         if MASKED:
             for_mask = read_for_mask(rows, cols, in_head, mods, mode)
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
-        qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
+        qk = tl.dot(held(q_tile, mode), k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
         s, _, _ = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode)
         if MASKED:
             s = tl.where(visible(for_mask, rows, cols, full, in_head, seqs, mods, mode), s, float("-inf"))
@@ -115,7 +115,6 @@ def forward_kernel(
     in_head = open_head(mods, blocks, captured, batch, head, seqlen_q, seqlen_k)
 
     q_tile = load_block(q, batch, head, start_q, start_m, seqlen_q, mode, mode.dim, mode.block_dim, BLOCK_M)
-    q_tile = held(q_tile, mode)
     acc = tl.zeros([BLOCK_M, mode.block_dim_v], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
