@@ -15,10 +15,10 @@ from triton.runtime.jit import JITFunction
 
 from tileattn import ops
 from tileattn.backends import ahead, portable
+from tileattn.backends.entry import TRITON as TRITON
 from tileattn.backends.portable import launch, tuning
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 
-TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 TARGETS = {
     **{f"sm{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 100, 120)},
     "gfx942": GPUTarget("hip", "gfx942", 64),

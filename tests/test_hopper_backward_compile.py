@@ -69,12 +69,14 @@ def initialised_for_nobody(ttgir):
 
 def read_after_release(ptx):
     """Loads of a tile's Work behind the arrival, one of 352 threads, that lets it be overwritten."""
-    found, released = [], False
+    found, released, releases = [], False, 0
     for line in ptx.splitlines():
         if re.search(r"\bbar(?:rier)?\.\S*(?:sync|arrive)|try_wait|setmaxnreg", line):
             released = re.search(r"\bbar\.arrive %r\d+, 352;", line) is not None
+            releases += released
         elif released and "ld.shared.b32" in line:
             found.append(line.strip())
+    assert releases
     return found
 
 

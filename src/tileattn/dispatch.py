@@ -79,15 +79,14 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        lines = [
+        return explained(
+            self.refusals,
             f"problem   batch {p.batch}, {p.seqlen_q} x {p.seqlen_k} tokens, {in_words(p)}",
             f"backend   {self.backend}",
             f"tiles     {self.tiles}",
             f"moves     {format_bytes(self.tiled.moved)}; standard attention {format_bytes(self.standard.moved)}",
             f"holds     {format_bytes(self.tiled.held)}; standard attention {format_bytes(self.standard.held)}",
-        ]
-        lines += [f"not used  {name}: {reason}" for name, reason in self.refusals.items()]
-        return "\n".join(lines)
+        )
 
 
 def explain(problem: Problem, inputs: Inputs, backend: str | None = None) -> Explanation:
@@ -103,6 +102,11 @@ def explain(problem: Problem, inputs: Inputs, backend: str | None = None) -> Exp
 def passed_over(name: str, backends: tuple[str, ...], refusal: Callable[[str], str | None]) -> dict[str, str]:
     """Why none of the backends before it serves what `name` does."""
     return {other: refusal(other) or f"backend={name!r} was asked for" for other in backends[: backends.index(name)]}
+
+
+def explained(refusals: dict[str, str], *lines: str) -> str:
+    """What an explanation prints: lines, and why other backends are not used."""
+    return "\n".join((*lines, *(f"not used  {name}: {reason}" for name, reason in refusals.items())))
 
 
 def in_words(problem: Problem | CacheProblem) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tileattn.backends import CacheAppender, CacheBackend, Tiles
-from tileattn.dispatch import in_words, passed_over
+from tileattn.dispatch import explained, in_words, passed_over
 from tileattn.kvcache import Append, CacheInputs, CacheProblem
 from tileattn.ops import may_be_observed, refuse_tangents
 from tileattn.problem import Forward
@@ -104,12 +104,12 @@ class CacheExplanation:
     def __str__(self) -> str:
         p = self.problem
         pages = f" in pages of {p.page_size}" if p.page_size < p.capacity else ""
-        lines = [
+        return explained(
+            self.refusals,
             f"problem   batch {p.batch}, {p.seqlen_q} tokens, a cache of {p.capacity}{pages}, {in_words(p)}",
             f"backend   {self.backend}",
             f"tiles     {self.tiles}",
-        ]
-        return "\n".join([*lines, *(f"not used  {name}: {reason}" for name, reason in self.refusals.items())])
+        )
 
 
 def explain(problem: CacheProblem, backend: str | None = None) -> CacheExplanation:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
 STREAM = 3  # place in Entry.head
 
@@ -43,7 +44,7 @@ def entry_of(compiled: Any, programs: int) -> Entry | None:
 
 def _entry_of(compiled: Any, programs: int) -> Entry | None:
     launcher = compiled.run
-    if _version() not in KNOWN or type(launcher).__name__ != "CudaLauncher":
+    if TRITON not in KNOWN or type(launcher).__name__ != "CudaLauncher":
         return None
     run, formats = launcher.launch, {}
     if inspect.isfunction(run):  # around the one in C, to encode descriptors
@@ -56,17 +57,13 @@ def _entry_of(compiled: Any, programs: int) -> Entry | None:
     grid = programs, 1, 1, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     hooks = None, None, None
     scratch = launcher.num_ctas * launcher.global_scratch_size
-    if _version() == (3, 6):
+    if TRITON == (3, 6):
         return Entry(run, [*grid, None, None, compiled.packed_metadata, *hooks], formats, scratch, len(grid))
     if getattr(launcher, "gsan_enabled", False):
         return None
     described = launcher.arg_annotations, launcher.kernel_signature
     head = [*grid, compiled.packed_metadata, *hooks, None, None, *described]
     return Entry(_gathered(run, len(head)), head, formats, scratch, len(head) - 4)
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def _at_top(paths: dict[int, Any]) -> list[int]:
@@ -121,7 +118,7 @@ def encode(descriptor: Any, format: Any) -> Any:
     need_context()
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    unused = () if _version() < (3, 8) else (None,)
+    unused = () if TRITON < (3, 8) else (None,)
     return make_tensordesc_arg(descriptor, format, *unused)[0]
 
 

@@ -12,6 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from tileattn.backends.entry import TRITON
+
 __all__ = [
     "aggregate",
     "fence_async_shared",
@@ -26,8 +28,7 @@ __all__ = [
 ]
 
 FIRST_KNOWN, LAST_KNOWN = (3, 6), (3, 9)
-_version = tuple(map(int, triton.__version__.split(".")[:2]))
-if not FIRST_KNOWN <= _version <= LAST_KNOWN:
+if not FIRST_KNOWN <= TRITON <= LAST_KNOWN:
     raise ImportError(f"Triton {triton.__version__}: this backend knows Gluon, which is experimental, of 3.6 to 3.9")
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

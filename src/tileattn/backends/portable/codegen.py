@@ -62,11 +62,10 @@ NO_FUNCTIONS = Functions()
 def functions_of(problem: Problem, inputs: Inputs) -> Functions:
     p = problem
     of_score, of_mask = layout_of(inputs.score_mod_tensors), layout_of(inputs.mask_mod_tensors)
-    return Functions(
-        *(compiled_in_two(p.score_mod, of_score, 0) if p.score_mod else (None, None)),
-        compiled(p.score_derivative, of_score, 0) if p.score_mod else None,
-        *(compiled_in_two(p.mask_mod, of_mask, _places(of_score)) if p.mask_mod else (None, None)),
-    )
+    score_reads, score_mod = compiled_in_two(p.score_mod, of_score, 0) if p.score_mod else (None, None)
+    mask_reads, mask_mod = compiled_in_two(p.mask_mod, of_mask, _places(of_score)) if p.mask_mod else (None, None)
+    derivative = compiled(p.score_derivative, of_score, 0) if p.score_mod else None
+    return Functions(score_reads, score_mod, derivative, mask_reads, mask_mod)
 
 
 def captured_by(inputs: Inputs) -> tuple[Any, ...]:
