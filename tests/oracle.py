@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
+import hypothesis
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from hypothesis.internal.cache import LRUCache
+from hypothesis.internal.conjecture import providers
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
@@ -501,6 +505,26 @@ def draw_family(seed: int, choices: dict[str, tuple[object, ...]]) -> dict[str, 
     """One of FAMILY, or of a like table."""
     generator = random.Random(seed)
     return {name: generator.choice(values) for name, values in choices.items()}
+
+
+def meet(problems: Any, number: int, seed: int, holds: Callable[[Case], object]) -> None:
+    """Call `holds` with as many different cases, which are the same in every process with this version of Hypothesis.
+    It has no setting against what it likes to draw: numbers in the source of such modules as happen to be loaded."""
+    met = set()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=number, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), database=None
+    )
+    @hypothesis.given(case=problems)
+    def holds_for(case: Case) -> None:
+        met.add(repr(case))
+        holds(case)
+
+    nothing = mock.patch.object(providers, "_get_local_constants", providers.Constants)
+    with nothing, mock.patch.object(providers, "CONSTANTS_CACHE", LRUCache(1024)):
+        holds_for()
+    assert len(met) == number
 
 
 @st.composite

@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 from oracle import (
     ALL_DIMS,
     FAMILY,
@@ -20,6 +19,7 @@ from oracle import (
     check_call,
     draw_family,
     fresh_memory_is_nan,
+    meet,
     members,
     wanted,
 )
@@ -107,17 +107,8 @@ def test_oracle_rule_for_a_mask_that_heads_share():
 @pytest.mark.parametrize("family", range(FAMILIES))
 def test_oracle_rule_for_any_problem(family):
     """Compiling takes much longer than running: a family is compiled for once and met by many problems."""
-    fields, problems, met = draw_family(family, FAMILIES_OF), -(-EXAMPLES // FAMILIES), set()
-
-    @seed(family)
-    @settings(max_examples=problems, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(case=members(fields, max_seqlen=300))
-    def holds(case):
-        met.add(repr(case))
-        check(portable, case, "cuda")
-
-    holds()
-    assert len(met) == problems
+    problems = members(draw_family(family, FAMILIES_OF), max_seqlen=300)
+    meet(problems, -(-EXAMPLES // FAMILIES), family, lambda case: check(portable, case, "cuda"))
 
 
 MET = {  # drawn once, and wrong then

@@ -1,11 +1,13 @@
 """The oracle against PyTorch's own attention and against a loop that says the formula once more."""
 
+import importlib
 import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import FAMILY, draw_family, meet, members
 
 from tileattn.problem import Problem
 from tileattn.reference import standard_attention
@@ -126,3 +128,16 @@ def test_dropout_keeps_the_mean():
     dropped = standard_attention(*Problem.of(q, k, torch.ones_like(v), dropout_p=0.25, dropout_seed=1)).out
     assert not torch.equal(plain, dropped)
     assert abs(dropped.mean() - 1) < 0.02
+
+
+def test_the_same_problems_are_met_whatever_has_been_imported(tmp_path, monkeypatch):
+    def met():
+        found = []
+        meet(members(draw_family(0, FAMILY), max_seqlen=300), 30, 0, found.append)
+        return found
+
+    before = met()
+    (tmp_path / "full_of_numbers.py").write_text(f"NUMBERS = {list(range(300))}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_numbers")
+    assert met() == before
