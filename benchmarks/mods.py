@@ -1,6 +1,6 @@
 """Modifiers and sparsity of the portable backend beside compiled FlexAttention: same tensors, alternating rounds.
 
-    python benchmarks/mods.py out.json [--variants alibi,bias,window,documents,blocks] [--head-dims 64,128]
+    python benchmarks/mods.py out.json [--variants alibi,bias,mask,window,documents,blocks] [--head-dims 64,128]
         [--seqlens 4096,16384] [--rounds 5]
 
 Cells of the same commit that out.json already holds are kept, so that it can be made in parts. Prints a table of all
@@ -12,6 +12,7 @@ then they take turns on the GPU. FLOPs are those of the scores that the mask lea
 alibi       causal; ours also as the score_mod that FlexAttention gets
 bias        (1, heads, seqlen, seqlen), without a gradient; ours also as a score_mod that reads it; one for all heads
             where that would have 2^31 elements or more
+mask        (1, 1, seqlen, seqlen), one half drawn; FlexAttention as a mask_mod that reads it
 window      causal, the last 1,024 tokens
 documents   causal inside documents of random lengths; ours also as packed sequences
 blocks      a tenth of the blocks of 128 x 128, drawn for each head
@@ -35,7 +36,7 @@ from torch.nn.attention import flex_attention as flex
 
 from tileattn import BlockMask, attention, attention_varlen
 
-VARIANTS = ("alibi", "bias", "window", "documents", "blocks")
+VARIANTS = ("alibi", "bias", "mask", "window", "documents", "blocks")
 WINDOW, BLOCK = 1024, 128
 PATIENCE = 600.0  # seconds to wait for others to compile
 
@@ -112,6 +113,18 @@ class Cell:
             "torch-flex": self.flex(score_mod),
         }
         return pairs, self.seqlen * self.seqlen
+
+    def mask(self) -> tuple[dict[str, Pair], float]:
+        mask = torch.rand(self.seqlen, self.seqlen, device="cuda", generator=self.generator) < 0.5
+
+        def shown(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            return mask[row, col]
+
+        pairs = {
+            "tileattn-portable": self.ours(mask=mask),
+            "torch-flex": self.flex(None, self.flex_mask(shown)),
+        }
+        return pairs, float(mask.sum())
 
     def window(self) -> tuple[dict[str, Pair], float]:
         def recent(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
