@@ -207,6 +207,7 @@ def test_what_is_held_in_registers_is_there_in_every_turn_on_hopper(head_dim, he
     assert overwritten_by(head_dim, head_dim_v, name) == []
 
 
+@pytest.mark.skipif(TRITON >= (3, 9), reason="3.9 makes code that ptxas translates as it stands, in this case")
 def test_what_is_held_would_be_overwritten_where_both_products_have_one_shape(monkeypatch):
     """If this fails, ptxas has been mended, and that rule of tuning.py may go for its versions since."""
     monkeypatch.setattr(tuning, "wrong_if_held", lambda tile, summed_dim: False)
