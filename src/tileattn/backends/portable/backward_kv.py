@@ -49,7 +49,7 @@ def _walk_rows(
         qk = tl.dot(k_tile, q_tile.T, input_precision=mode.precision)  # [BLOCK_N, BLOCK_M]
         row_lse = tl.load(lse_ptr + offs_m)
         for_scores = read_for_scores(rows, cols, in_head, mods, mode, True)
-        s, capped, raw = score_tile(qk, for_scores, rows, cols, origin, in_head, mods, mode)
+        s, capped, raw = score_tile(qk, for_scores, rows, cols, origin, in_head, mods, mode, True)
         p = probabilities(s, unit, row_lse[None, :], mode)
         if MASKED:
             for_mask = read_for_mask(rows, cols, in_head, mods, mode)

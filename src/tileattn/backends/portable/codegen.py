@@ -108,24 +108,26 @@ def compiled(text: str, layout: Layout, first: int) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def compiled_in_two(text: str, layout: Layout, first: int) -> tuple[Any, Any]:
-    """A function that gives the tuple of what the program reads at rows and columns, whatever the scores are, or None;
-    and the function of the program, which takes that tuple before the kernel's, or anything."""
+    """A function that gives the tuple of what the program reads ahead, or None; and the function of the program, which
+    takes that tuple before the kernel's, or anything."""
     program = Program.parse(text)
-    read = _read_for_each_score(program)
+    read = _read_ahead(program, layout)
     writer = _Writer(program, layout, first)
     reads = _function((*_PLACE, "captured", "EXACT"), writer.write_reads(read)) if read else None
     body = _Writer(program, layout, first, read).write()
     return reads, _function((*program.inputs, "read", "captured", "EXACT"), body)
 
 
-def _read_for_each_score(program: Program) -> tuple[str, ...]:
-    """Steps that read a tensor at an index that depends on row and column, but not on scores."""
+def _read_ahead(program: Program, layout: Layout) -> tuple[str, ...]:
+    """Steps that read a tensor for each row and column, an element at a time, whatever the scores are."""
     needs = {name: frozenset((name,)) for name in program.inputs}
     found = []
     for name, op, args in program.steps:
         needs[name] = frozenset().union(*(needs.get(a[1:], frozenset()) for a in args if isinstance(a, str)))
-        if op == "index" and needs[name] >= {"row", "col"} and needs[name] <= {*_PLACE}:
-            found.append(name)
+        if op == "index" and needs[name] >= _BOTH and needs[name] <= {*_PLACE}:
+            *_, in_groups = layout[_tensor(args[0])]
+            if not (in_groups and args[-1] == "%col"):
+                found.append(name)
     return tuple(found)
 
 

@@ -59,7 +59,7 @@ def _attend(
             for_mask = read_for_mask(rows, cols, in_head, mods, mode)
         k_tile = load_rows(k_rows, start_n, mode, MASKED)
         qk = tl.dot(held(q_tile, mode), k_tile.T, input_precision=mode.precision)  # [BLOCK_M, BLOCK_N]
-        s, _, _ = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode)
+        s, _, _ = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode, MASKED)
         if MASKED:
             s = tl.where(visible(for_mask, rows, cols, full, in_head, seqs, mods, mode), s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, unit, mode)

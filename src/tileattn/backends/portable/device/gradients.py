@@ -44,7 +44,7 @@ def score_gradient(
     cols = (start_n + tl.arange(0, BLOCK_N))[None, :]
     qk = tl.dot(q_tile, k_tile.T, input_precision=mode.precision)
     for_scores = read_for_scores(rows, cols, in_head, mods, mode, MASKED)
-    s, capped, raw = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode)
+    s, capped, raw = score_tile(qk, for_scores, rows, cols, start_m, in_head, mods, mode, MASKED)
     p = probabilities(s, score_unit(mods, mode), row_lse[:, None], mode)
     if MASKED:
         for_mask = read_for_mask(rows, cols, in_head, mods, mode)

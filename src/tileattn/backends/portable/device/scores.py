@@ -149,14 +149,15 @@ def distance(rows, cols, origin, in_head):
 
 @triton.jit
 def read_for_scores(rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
-    """What `score_tile` takes that is loaded in the shape of a tile of scores; without CHECK the columns lie inside the
-    sequence.
+    """What `score_tile` takes that is loaded an element at a time, in the shape of a tile of scores; without CHECK the
+    columns lie inside the sequence.
 
     The forward kernel asks for it ahead of the product, as for what masks take, so that its latency hides theirs, and
     so that row maxima and sums get the layout of the product from Triton. They would get that of a load which comes
-    after it: scores would be moved there, and all exponentials computed in both."""
+    after it: scores would be moved there, and all exponentials computed in both. (What is loaded in groups has been
+    prefetched, and is waited for when it is needed.)"""
     bias, for_mod = 0, 0
-    if mods.bias is not None:
+    if mods.bias is not None and mods.bias_align == 1:
         bias = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
     if mode.score_reads is not None:
         row = rows_inside(rows, in_head)
@@ -165,9 +166,9 @@ def read_for_scores(rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
 
 
 @triton.jit
-def score_tile(qk, read, rows, cols, origin, in_head, mods, mode):
+def score_tile(qk, read, rows, cols, origin, in_head, mods, mode, CHECK: tl.constexpr):
     """Scores (see `score_unit`), and what `uncap` and `unmodify` need. rows and cols broadcast to qk, either way round;
-    origin: see `distance`."""
+    origin: see `distance`; without CHECK the columns lie inside the sequence."""
     bias, for_mod = read
     s = qk
     capped = qk
@@ -181,6 +182,10 @@ def score_tile(qk, read, rows, cols, origin, in_head, mods, mode):
         if mods.alibi is not None:
             s -= in_head.slope * distance(rows, cols, origin, in_head)
         if mods.bias is not None:
+            if mods.bias_align != 1:
+                bias = load_modifier(
+                    in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK
+                )
             s += bias.to(tl.float32)
         if mode.score_mod is not None:
             raw = s
