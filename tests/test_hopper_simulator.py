@@ -76,7 +76,9 @@ def test_oracle_rule(name):
     expect_rule(problem, inputs, Kernel().forward(problem, inputs))
 
 
-@pytest.mark.parametrize("name", ["tail", "causal", "more_keys", "more_queries"])
+@pytest.mark.parametrize(
+    "name", ["tail", "causal", "more_keys", "more_queries", "right_window", "window", "window_far_left", "causal_window"]
+)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_oracle_rule_of_three_warpgroups(name, head_dim, three_warpgroups):
     problem, inputs, _, _ = build(SMALL.but(**CASES[name]).but(head_dim=head_dim, head_dim_v=head_dim))
@@ -89,8 +91,17 @@ def test_a_warpgroup_without_rows_passes_over_all_blocks_but_the_first(three_war
     in_step = "    too_large = any_reaches"
     edit = "forward", in_step, f"    assert rows.position.min() < grid.seqlen_q\n{in_step}"
     expect_rule(problem, inputs, Kernel(edit).forward(problem, inputs))
-    release = "    keys.release(block)\n    if not mode.HOLDS_Q:\n        queries"
-    expect_fault(problem, inputs, ("forward", release, release.replace("    keys.release(block)\n", "")))
+    release = "    keys.release(block)\n    values.wait(unread)"
+    expect_fault(problem, inputs, ("forward", release, "    values.wait(unread)"))
+
+
+@pytest.mark.parametrize("name", ["causal", "causal_window"])
+def test_a_warpgroup_passes_over_blocks_that_hide_all_its_scores(name, three_warpgroups):
+    problem, inputs, _, _ = build(SMALL.but(**CASES[name]).but(seqlen_q=192, head_dim=128, head_dim_v=128))
+    assert launch.mode_of(problem).STAGGERED
+    power = "\n    p, parts = exponentials("  # also taken, in vain, where there is no further tile: of column -BLOCK_N
+    edit = "forward", power, f"\n    assert column < 0 or (s != float('-inf')).any(){power}"
+    expect_rule(problem, inputs, Kernel(edit).forward(problem, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -110,13 +121,13 @@ FAULTS = {
     ),
     "values are released before the product has read them": (
         "forward",
-        "    o = warpgroup_mma_wait(0, deps=(o_token,))\n    values.release(block - 1)",
-        "    values.release(block - 1)\n    o = warpgroup_mma_wait(0, deps=(o_token,))",
+        "    o = warpgroup_mma_wait(0, deps=(o_token,))\n    values.release(before)",
+        "    values.release(before)\n    o = warpgroup_mma_wait(0, deps=(o_token,))",
     ),
-    "queries are released a block too soon": ("forward", "i + 1 == work.blocks", "i + 2 == work.blocks"),
-    "nobody waits for the values": ("forward", "    values.wait(block - 1)\n", ""),
+    "queries are released a block too soon": ("forward", "    last = i + 1 == end", "    last = i + 2 == end"),
+    "nobody waits for the values": ("forward", "    values.wait(before)\n", ""),
     "nobody waits for the keys": ("forward", "    keys.wait(block, more)\n", ""),
-    "nobody releases the values": ("forward", "    values.release(block - 1)\n", ""),
+    "nobody releases the values": ("forward", "    values.release(before)\n", ""),
     "the next block is written without asking": ("forward", "            keys.acquire(block)\n", ""),
     "the phase is swapped": ("pipeline", "(i // self.STAGES) & 1", "((i // self.STAGES) & 1) ^ 1"),
     "the phase turns too seldom": ("pipeline", "(i // self.STAGES) & 1", "(i // self.STAGES // 2) & 1"),

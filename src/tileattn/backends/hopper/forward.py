@@ -56,8 +56,8 @@ class Mode(NamedTuple):
     WARPGROUPS: that multiply. BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k,
     that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
     COLUMN_PARTS: blocks side by side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end
-    passes over blocks. BARRIERS: the first named barrier. VARLEN: sequences of different lengths are packed.
-    CAUSAL, LEFT: the window bounds that side. HIDES: the first MASKED blocks of a tile may hide scores at a row's end.
+    passes over blocks. STAGGERED: warpgroups' rows end in different blocks. BARRIERS: the first named barrier. VARLEN: sequences of different lengths are packed.
+    CAUSAL, LEFT: the window bounds that side. HIDES: the first MASKED blocks of a warpgroup may hide scores at a row's end.
     """
 
     WARPGROUPS: Any
@@ -69,6 +69,7 @@ class Mode(NamedTuple):
     HOLDS_Q: Any
     COLUMN_PARTS: Any
     PASSES: Any
+    STAGGERED: Any
     BARRIERS: Any
     VARLEN: Any
     CAUSAL: Any
@@ -158,16 +159,36 @@ def multiply(queries, q, keys, block, WARPGROUP: gl.constexpr, mode):
 
 
 @gluon.jit
-def issue(queries, q, keys, values, p, o, block, more, last, WARPGROUP: gl.constexpr, mode):
-    """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
+def seen_blocks(work, WARPGROUP: gl.constexpr, grid, mode):
+    """Of a tile's blocks, counted from its last one back, the first that this warpgroup works on and the one behind
+    those: it passes over what hides all its rows' scores. MASKED blocks are worked on at least."""
+    first = work.blocks * 0
+    end = work.blocks
+    row = work.row + WARPGROUP * (ROWS // mode.PACK)
+    if mode.STAGGERED:
+        diagonal = row + (work.seqlen_k - work.seqlen_q)
+        columns = gl.minimum(diagonal + (ROWS // mode.PACK - 1) + grid.right, work.seqlen_k)
+        hidden = work.end - (columns + mode.BLOCK_N - 1) // mode.BLOCK_N
+        first = gl.maximum(gl.minimum(hidden, work.blocks - mode.MASKED), 0)
+        if mode.LEFT:
+            begin = gl.maximum(diagonal + grid.left, 0) // mode.BLOCK_N
+            end = gl.minimum(gl.maximum(work.end - begin, first + mode.MASKED), end)
+    if mode.PASSES:
+        end = gl.where(row < work.seqlen_q, end, gl.minimum(first + mode.MASKED, end))
+    return first, end
+
+
+@gluon.jit
+def issue(queries, q, keys, values, p, o, block, before, more, last, WARPGROUP: gl.constexpr, mode):
+    """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one `before`; wait for S.
 
     more: there is such a block; last: it is its tile's last. Returns s and the token of O.
     """
     keys.wait(block, more)
     barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
     s_token = multiply(queries, q, keys, block, WARPGROUP, mode)
-    values.wait(block - 1)
-    o_token = warpgroup_mma(p, values.block(block - 1, 0, 0), o, is_async=True)
+    values.wait(before)
+    o_token = warpgroup_mma(p, values.block(before, 0, 0), o, is_async=True)
     barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
@@ -177,24 +198,22 @@ def issue(queries, q, keys, values, p, o, block, more, last, WARPGROUP: gl.const
 
 
 @gluon.jit
-def finish(o_token, values, block):
+def finish(o_token, values, before):
     """Wait for O of the block before."""
     o = warpgroup_mma_wait(0, deps=(o_token,))
-    values.release(block - 1)
+    values.release(before)
     return o
 
 
 @gluon.jit
-def pass_over(queries, q, keys, values, block, last, WARPGROUP: gl.constexpr, mode):
-    """A further block of a tile in whose sequence this warpgroup has no rows."""
+def pass_over(keys, values, block, unread, WARPGROUP: gl.constexpr, mode):
+    """A block that this warpgroup does not work on: give back its keys, and the values of the block `unread`."""
     keys.wait(block)
     barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
     barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
     keys.release(block)
-    if not mode.HOLDS_Q:
-        queries.release(q, last)
-    values.wait(block - 1)
-    values.release(block - 1)
+    values.wait(unread)
+    values.release(unread)
 
 
 @gluon.jit
@@ -204,13 +223,13 @@ def masked_step(
     """A further block that a row may end in: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, block - 1, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, mode, product_layout(mode.BLOCK_N))
     s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
-    o = finish(o_token, values, block)
+    o = finish(o_token, values, block - 1)
     return scale_rows(o, alpha), m, scale_rows(l, alpha) + parts, p
 
 
@@ -219,12 +238,12 @@ def step(queries, q, keys, values, state, block, last, rows, column, grid, modif
     """A block that no row ends in."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, q, keys, values, p, o, block, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, block - 1, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
-    o = finish(o_token, values, block)
+    o = finish(o_token, values, block - 1)
     if too_large != 0:
         m, alpha = raised(m, s, unit, dtype)
         p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
@@ -292,14 +311,19 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     entry = grid.num_heads * 0
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
+    first, end = seen_blocks(work, WARPGROUP, grid, mode)
+    if mode.STAGGERED:
+        for _ in range(first):
+            pass_over(keys, values, block, block, WARPGROUP, mode)
+            block += 1
     keys.wait(block)
     q = take(queue.queries, entry, WARPGROUP, mode)
     s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, q, keys, block, WARPGROUP, mode),))
     keys.release(block)
     if not mode.HOLDS_Q:
-        queue.queries.release(q, work.blocks == 1)
+        queue.queries.release(q, end - first == 1)
     rows = rows_of(work, offs_m, grid, modifiers, mode)
-    column = (work.end - 1) * mode.BLOCK_N
+    column = (work.end - 1 - first) * mode.BLOCK_N
     m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
     o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
     block += 1
@@ -308,39 +332,47 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         rows = rows_of(work, offs_m, grid, modifiers, mode)
         for i in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
-            last = i + 1 == work.blocks
+            last = first + i + 1 == end
             o, m, l, p = masked_step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                                      modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        first = mode.MASKED
-        if mode.PASSES:
-            first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, mode.MASKED, work.blocks)
-            for i in range(mode.MASKED, first):
-                pass_over(queue.queries, q, keys, values, block, i + 1 == work.blocks, WARPGROUP, mode)
-                block += 1
-        for i in range(first, work.blocks):
+        for i in range(first + mode.MASKED, end):
             column -= mode.BLOCK_N
-            last = i + 1 == work.blocks
+            last = i + 1 == end
             o, m, l, p = step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                               modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
+        if mode.PASSES:
+            if work.row + WARPGROUP * (ROWS // mode.PACK) >= work.seqlen_q:
+                for _ in range(end, work.blocks):
+                    pass_over(keys, values, block, block - 1, WARPGROUP, mode)
+                    block += 1
+                end = work.blocks
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
         next_work = queue.receive(entry, grid)
+        next_first, next_end = seen_blocks(next_work, WARPGROUP, grid, mode)
+        before = block - 1
+        if mode.STAGGERED:
+            for _ in range(work.blocks - end + next_first):
+                pass_over(keys, values, block, block, WARPGROUP, mode)
+                block += 1
         more = next_work.blocks > 0
-        last = next_work.blocks == 1
+        last = next_end - next_first == 1
         q = take(queue.queries, entry, WARPGROUP, mode)
-        s, o_token = issue(queue.queries, q, keys, values, p, o, block, more, last, WARPGROUP, mode)
+        s, o_token = issue(queue.queries, q, keys, values, p, o, block, before, more, last, WARPGROUP, mode)
         next_rows = rows_of(next_work, offs_m, grid, modifiers, mode)
-        column = (next_work.end - 1) * mode.BLOCK_N
+        column = (next_work.end - 1 - next_first) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
-        o = finish(o_token, values, block)
+        o = finish(o_token, values, before)
         write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
         work = next_work
+        first = next_first
+        end = next_end
         block += 1
     if not mode.HOLDS_Q:
         queue.queries.release(q)

@@ -120,8 +120,10 @@ def mode_of(problem: Problem) -> Mode:
     block_m = tile.rows // pack
     causal, left = sides_of(p)
     # Blocks that the diagonal of a tile crosses: it starts at a multiple of `step` in one.
-    step = 1 if p.varlen else math.gcd(block_m, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
-    crossed = -(-(block_m + tile.block_n - step) // tile.block_n)
+    staggered = causal and block_m > tile.block_n
+    rows = ROWS.value // pack if staggered else block_m
+    step = 1 if p.varlen else math.gcd(rows, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
+    crossed = -(-(rows + tile.block_n - step) // tile.block_n)
     return Mode(
         WARPGROUPS=tile.warpgroups,
         BLOCK_M=block_m,
@@ -132,6 +134,7 @@ def mode_of(problem: Problem) -> Mode:
         HOLDS_Q=tile.holds_q,
         COLUMN_PARTS=tile.parts,
         PASSES=tile.passes,
+        STAGGERED=staggered,
         BARRIERS=first_barrier(tile.warpgroups + 1),
         VARLEN=p.varlen,
         CAUSAL=causal,
