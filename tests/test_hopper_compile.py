@@ -22,14 +22,14 @@ KERNELS = {
     "128_causal": (128, 128, 256, {"causal": True}, 80, 16),
     "96_causal": (96, 96, 256, {"causal": True}, 68, 32),
     "192_128_causal": (192, 128, 256, {"causal": True}, 104, 128),
-    "256_causal": (256, 256, 256, {"causal": True}, 152, 96),
+    "256_causal": (256, 256, 256, {"causal": True}, 112, 96),
     "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 112, 128),
     "128_window": (128, 128, 256, {"causal": True, "window": (100, -1)}, 80, 96),
     "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 80, 16),
     "64_long": (64, 64, 256, LONG, 60, 16),
-    "64_long_causal": (64, 64, 256, {"causal": True, **LONG}, 108, 16),
+    "64_long_causal": (64, 64, 256, {"causal": True, **LONG}, 60, 16),
     "128_long": (128, 128, 256, LONG, 96, 64),
-    "128_long_causal": (128, 128, 256, {"causal": True, **LONG}, 168, 224),
+    "128_long_causal": (128, 128, 256, {"causal": True, **LONG}, 96, 224),
     "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 80),
 }
 

@@ -90,7 +90,7 @@ def suits_three_warpgroups(problem: Problem) -> bool:
     diagonal and at a sequence's end; and softcap and ALiBi need registers that three warpgroups do not have."""
     p = problem
     causal, left = sides_of(p)
-    long = p.seqlen_q >= (8192 if causal else 2048)
+    long = p.seqlen_q >= (4096 if causal else 2048)
     tiles = p.batch * p.num_heads * p.seqlen_q // (3 * ROWS.value)
     return long and tiles >= 2 * _num_sms(p.device) and not (left or p.varlen or p.softcap or p.has_alibi)
 
