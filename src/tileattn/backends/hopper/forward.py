@@ -294,7 +294,10 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
     head = rows.head.to(gl.int64)
     if not mode.VARLEN:
         head += work.batch * grid.num_heads
-    gl.store(lse_ptr + (head * grid.seqlen_q + work.first_q + rows.position), lse, mask=rows.position < work.seqlen_q)
+    there = rows.position < work.seqlen_q
+    if mode.STAGGERED:
+        there = there & (rows.position >= 0)
+    gl.store(lse_ptr + (head * grid.seqlen_q + work.first_q + rows.position), lse, mask=there)
 
 
 @gluon.jit

@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
 # The first that holds a problem's head dims, and suits it, serves it. Shared memory has 227 KB.
 TILES = (
-    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True, passes=True),
+    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True),
     Tile(64, 64, block_n=64, stages=3, slots=2, columns=64, warpgroups=3, passes=True),
     Tile(64, 64, block_n=128, stages=4, slots=2, columns=64),
     Tile(96, 128, block_n=64, stages=3, slots=2, columns=64, parts=3, warpgroups=3),

@@ -41,7 +41,7 @@ class Grid(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tile: rows from `row` on of a head, or of PACK heads from `head` on, and `blocks` key blocks, those below block
+    """A tile: rows from `row`, which may be negative, on of a head, or of PACK heads from `head` on, and `blocks` key blocks, those below block
     `end`. No blocks: no tile.
 
     first_q, first_k: the packed rows where its sequence starts.
@@ -149,6 +149,11 @@ def locate(tile, sequence, table_ptr, grid, mode):
     if mode.CAUSAL:
         block_m = blocks_m - 1 - block_m
     row = block_m * mode.BLOCK_M
+    if mode.STAGGERED and not mode.VARLEN:
+        # What rows there are too few of, a warpgroup's each, are missing before the first row and not behind the last,
+        # where they would see all keys.
+        rows: gl.constexpr = mode.BLOCK_M // mode.WARPGROUPS
+        row -= (blocks_m * mode.BLOCK_M - seqlen_q) // rows * rows
     diagonal = row + seqlen_k - seqlen_q
     columns = seqlen_k
     if mode.CAUSAL:
