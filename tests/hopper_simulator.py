@@ -294,6 +294,8 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             machine.loads.append(land)
 
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
+        if any(start + size <= 0 for start, size in zip(at, desc.block_type.shape, strict=True)):
+            raise FaultError("a block before the tensor is stored: an illegal instruction")
         _here.stores.append((desc, at, block, False))
 
     def tma_reduce_add(desc: Descriptor, at: list[int], block: Shared) -> None:

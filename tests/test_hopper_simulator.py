@@ -77,7 +77,8 @@ def test_oracle_rule(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["tail", "causal", "more_keys", "more_queries", "right_window", "window", "window_far_left", "causal_window"]
+    "name",
+    ["tail", "causal", "more_keys", "more_queries", "right_window", "window", "window_far_left", "causal_window"],
 )
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_oracle_rule_of_three_warpgroups(name, head_dim, three_warpgroups):
@@ -103,6 +104,11 @@ def test_a_warpgroup_passes_over_blocks_that_hide_all_its_scores(name, three_war
     seen = "(s != float('-inf')).any() and rows.position.min() < grid.seqlen_q"
     edit = "forward", power, f"\n    assert column < 0 or rows.position.max() < 0 or ({seen}){power}"
     expect_rule(problem, inputs, Kernel(edit).forward(problem, inputs))
+
+
+def test_nothing_is_stored_before_the_first_row(three_warpgroups):
+    problem, inputs, _, _ = build(SMALL.but(causal=True))
+    expect_fault(problem, inputs, ("forward", "gl.where(row < 0, work.seqlen_q, row)", "row"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -56,8 +56,9 @@ class Mode(NamedTuple):
     WARPGROUPS: that multiply. BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k,
     that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
     COLUMN_PARTS: blocks side by side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end
-    passes over blocks. STAGGERED: warpgroups' rows end in different blocks. BARRIERS: the first named barrier. VARLEN: sequences of different lengths are packed.
-    CAUSAL, LEFT: the window bounds that side. HIDES: the first MASKED blocks of a warpgroup may hide scores at a row's end.
+    passes over blocks. STAGGERED: so does one that sees nothing of a block that others see. BARRIERS: the first named
+    barrier. VARLEN: sequences of different lengths are packed. CAUSAL, LEFT: the window bounds that side.
+    HIDES: the first MASKED blocks that a warpgroup works on may hide scores at a row's end.
     """
 
     WARPGROUPS: Any
@@ -282,6 +283,10 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
     o = scale_rows(o, gl.where(total == 0.0, 0.0, factor * reciprocal(total)))
     COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
     row = work.row + WARPGROUP * o_desc.block_type.shape[-3]
+    if mode.STAGGERED:
+        row = gl.where(
+            row < 0, work.seqlen_q, row
+        )  # TMA clips what lies behind the last row, and dies of what is before
     if o.shape[1] == COLUMNS:
         send_columns(o, 0, row, work, o_desc, buffer, mode)
     else:
@@ -345,7 +350,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
             o, m, l, p = step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                               modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        if mode.PASSES:
+        if mode.PASSES:  # noqa: SIM102  (one is of the compiler, the other of the kernel)
             if work.row + WARPGROUP * (ROWS // mode.PACK) >= work.seqlen_q:
                 for _ in range(end, work.blocks):
                     pass_over(keys, values, block, block - 1, WARPGROUP, mode)

@@ -41,8 +41,8 @@ class Grid(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tile: rows from `row`, which may be negative, on of a head, or of PACK heads from `head` on, and `blocks` key blocks, those below block
-    `end`. No blocks: no tile.
+    """A tile: rows from `row` on, which may be negative, of a head, or of PACK heads from `head` on, and `blocks` key
+    blocks, those below block `end`. No blocks: no tile.
 
     first_q, first_k: the packed rows where its sequence starts.
     """
