@@ -119,7 +119,8 @@ def mode_of(problem: Problem) -> Mode:
     p, tile, pack = problem, tile_for(problem), pack_for(problem)
     block_m = tile.rows // pack
     causal, left = sides_of(p)
-    # Blocks that the diagonal of a tile crosses: it starts at a multiple of `step` in one.
+    # Blocks that the diagonal crosses of those who look for it together, a tile's rows or each warpgroup's (staggered):
+    # it starts at a multiple of `step` in one.
     staggered = causal and block_m > tile.block_n
     rows = ROWS.value // pack if staggered else block_m
     step = 1 if p.varlen else math.gcd(rows, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
