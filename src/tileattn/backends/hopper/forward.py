@@ -284,9 +284,8 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
     COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
     row = work.row + WARPGROUP * o_desc.block_type.shape[-3]
     if mode.STAGGERED:
-        row = gl.where(
-            row < 0, work.seqlen_q, row
-        )  # TMA clips what lies behind the last row, and dies of what is before
+        # TMA clips a block behind the last row, and dies of one before the first.
+        row = gl.where(row < 0, work.seqlen_q, row)
     if o.shape[1] == COLUMNS:
         send_columns(o, 0, row, work, o_desc, buffer, mode)
     else:
