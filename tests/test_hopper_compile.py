@@ -19,18 +19,18 @@ LONG = {"seqlen_q": 32768}  # three warpgroups
 KERNELS = {
     "64_full": (64, 64, 256, {}, 56, 16),
     "128_full": (128, 128, 256, {}, 80, 16),
-    "128_causal": (128, 128, 256, {"causal": True}, 80, 16),
-    "96_causal": (96, 96, 256, {"causal": True}, 68, 32),
-    "192_128_causal": (192, 128, 256, {"causal": True}, 104, 128),
+    "128_causal": (128, 128, 256, {"causal": True}, 80, 64),
+    "96_causal": (96, 96, 256, {"causal": True}, 68, 64),
+    "192_128_causal": (192, 128, 256, {"causal": True}, 104, 176),
     "256_causal": (256, 256, 256, {"causal": True}, 112, 96),
-    "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 112, 128),
-    "128_window": (128, 128, 256, {"causal": True, "window": (100, -1)}, 80, 96),
+    "128_everything": (128, 128, 300, {"causal": True, **MODIFIERS}, 112, 160),
+    "128_window": (128, 128, 256, {"causal": True, "window": (100, -1)}, 80, 144),
     "128_packed_heads": (128, 128, 256, {"group": 16, "causal": True}, 80, 16),
     "64_long": (64, 64, 256, LONG, 60, 16),
     "64_long_causal": (64, 64, 256, {"causal": True, **LONG}, 60, 16),
-    "128_long": (128, 128, 256, LONG, 96, 64),
+    "128_long": (128, 128, 256, LONG, 96, 96),
     "128_long_causal": (128, 128, 256, {"causal": True, **LONG}, 96, 224),
-    "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 80),
+    "128_varlen_causal": (128, 128, 256, {"causal": True, "varlen": True}, 112, 112),
 }
 
 
@@ -61,18 +61,25 @@ def test_products_stay_asynchronous_and_softmax_lies_between_the_waits(name):
         exponentials += "MUFU.EX2" in line
 
 
-@pytest.mark.parametrize(("head_dim", "exponentials"), [(64, 64), (128, 64), (256, 32)])
-def test_exponentials_come_in_one_run_and_their_sums_behind_a_boundary(head_dim, exponentials):
-    code = compile_forward(*call_of(256, 256, head_dim, head_dim, torch.bfloat16)).code
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_q", "exponentials"), [(64, 256, 64), (64, 32768, 32), (128, 256, 64), (256, 256, 32)]
+)
+def test_sums_stand_among_the_exponentials_and_conversions_behind_them(head_dim, seqlen_q, exponentials):
+    code = compile_forward(*call_of(seqlen_q, 256, head_dim, head_dim, torch.bfloat16)).code
     runs = [[]]
     for line in code:
-        name = re.search(r"\b(MUFU\.EX2|FADD|VOTEU|WARPGROUP\.DEPBAR)\b", line)
+        name = re.search(r"\b(MUFU\.EX2|FADD|F2FP|VOTEU|WARPGROUP\.DEPBAR)\b", line)
         if name and name[1] in ("VOTEU", "WARPGROUP.DEPBAR"):
             runs.append([])
         elif name:
             runs[-1].append(name[1])
-    # In each warpgroup a step, a tile's first block and a program's first; also a block that is done over.
-    assert sum(run == ["MUFU.EX2"] * exponentials for run in runs) >= 6
+    # Of a thread's two rows. In each warpgroup a step, a tile's first block and a program's first.
+    found = [run for run in runs if run.count("MUFU.EX2") == exponentials and run.count("FADD") == exponentials - 2]
+    assert sum("F2FP" not in run for run in found) >= 6
+    for run in found:
+        last = len(run) - run[::-1].index("MUFU.EX2")
+        assert run[:last].count("FADD") >= exponentials - 8
+        assert "F2FP" not in run[run.index("MUFU.EX2") :]
 
 
 def test_the_ranking_of_sequences_needs_no_shared_memory():

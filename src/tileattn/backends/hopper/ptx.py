@@ -41,12 +41,12 @@ def barrier_arrive(barrier, THREADS: gl.constexpr, pred=True):
 
 @gluon.jit
 def declare_flag():
-    """Once in a kernel, before any_reaches: its flag, a register of each thread.
+    """Once in a kernel, before any_reaches: its flag, a predicate of each thread.
 
-    A register because a Gluon tensor cannot leave its elements' threads without a detour through shared memory.
+    One of PTX because a Gluon tensor cannot leave its elements' threads without a detour through shared memory.
     """
     gl.inline_asm_elementwise(
-        ".reg .b32 tileattn_flag; mov.u32 tileattn_flag, 0; mov.u32 $0, 0;",
+        ".reg .pred tileattn_flag; setp.ne.u32 tileattn_flag, 0, 0; mov.u32 $0, 0;",
         "=r",
         [],
         dtype=gl.int32,
@@ -59,7 +59,7 @@ def declare_flag():
 def any_reaches(x, LIMIT: gl.constexpr):
     """1 where any element of x that this warp holds is LIMIT or more, or NaN; else 0. The same in all its threads."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.geu.f32 p, $1, $2; @p mov.u32 tileattn_flag, 1; mov.u32 $0, 0; }",
+        "setp.geu.or.f32 tileattn_flag, $1, $2, tileattn_flag; mov.u32 $0, 0;",
         "=r,f,f",
         [x, LIMIT],
         dtype=gl.int32,
@@ -67,8 +67,8 @@ def any_reaches(x, LIMIT: gl.constexpr):
         pack=1,
     )
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, tileattn_flag, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; "
-        "mov.u32 tileattn_flag, 0; }",
+        "{ .reg .pred p; vote.sync.any.pred p, tileattn_flag, 0xffffffff; selp.u32 $0, 1, 0, p; "
+        "setp.ne.u32 tileattn_flag, 0, 0; }",
         "=r",
         [],
         dtype=gl.int32,

@@ -123,10 +123,12 @@ def scale_rows(x, factor):
 def exponentials(s, m, unit, dtype: gl.constexpr, p_layout: gl.constexpr):
     """p as the next product's operand, and its row parts.
 
-    Summed behind a boundary: with a sum hard on its heels, an exponential takes twice the time.
+    Sums stand among the exponentials, which leave room for them: a run of them would hold up the other warps.
+    Conversions stand behind a boundary: among exponentials they slow these.
     """
-    p = boundary(gl.exp2(s * unit - m[:, None]))
-    return gl.convert_layout(narrow(p, dtype), p_layout), row_parts(p)
+    p = gl.exp2(s * unit - m[:, None])
+    parts = boundary(row_parts(p))
+    return gl.convert_layout(narrow(p, dtype), p_layout), parts
 
 
 @gluon.jit
