@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 from cache_compiling import compile_cache_call
-from compiling import TARGETS
+from compiling import TARGETS, layouts_of_exponentials
 
 from tileattn.backends.portable import kvcache
 from tileattn.kvcache import CacheProblem
@@ -65,6 +65,12 @@ def test_chunks_of_a_prompt_that_fill_the_device_without_splits_compile():
 @pytest.mark.parametrize("target", ["sm90", pytest.param("gfx942", marks=pytest.mark.exhaustive)])
 def test_all_options_together_compile(target):
     compile_cache_call(*problem(64, rows=4, **EVERYTHING), TARGETS[target], table_of(target))
+
+
+def test_exponentials_are_computed_once_beside_a_mask():
+    tree = torch.ones(4, 4, dtype=torch.bool)
+    *_, decode, _ = compile_cache_call(*problem(rows=4, mask=tree), TARGETS["sm90"], kvcache.HOPPER)
+    assert layouts_of_exponentials(decode) == {"mma"}
 
 
 @pytest.mark.exhaustive
