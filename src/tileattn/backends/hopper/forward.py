@@ -160,36 +160,29 @@ def multiply(queries, q, keys, block, WARPGROUP: gl.constexpr, mode):
 
 
 @gluon.jit
-def seen_blocks(work, WARPGROUP: gl.constexpr, grid, mode):
-    """Of a tile's blocks, counted from its last one back, the first that this warpgroup works on and the one behind
-    those: it passes over what hides all its rows' scores. MASKED blocks are worked on at least."""
-    first = work.blocks * 0
-    end = work.blocks
-    row = work.row + WARPGROUP * (ROWS // mode.PACK)
+def hidden_blocks(work, WARPGROUP: gl.constexpr, grid, mode):
+    """How many of a tile's first blocks this warpgroup passes over: those that hide all its scores, but for MASKED."""
+    hidden = work.blocks * 0
     if mode.STAGGERED:
-        diagonal = row + (work.seqlen_k - work.seqlen_q)
-        columns = gl.minimum(diagonal + (ROWS // mode.PACK - 1) + grid.right, work.seqlen_k)
+        last_row = work.row + ((WARPGROUP + 1) * (ROWS // mode.PACK) - 1)
+        columns = gl.minimum(last_row + (work.seqlen_k - work.seqlen_q) + grid.right, work.seqlen_k)
         hidden = work.end - (columns + mode.BLOCK_N - 1) // mode.BLOCK_N
-        first = gl.maximum(gl.minimum(hidden, work.blocks - mode.MASKED), 0)
-        if mode.LEFT:
-            begin = gl.maximum(diagonal + grid.left, 0) // mode.BLOCK_N
-            end = gl.minimum(gl.maximum(work.end - begin, first + mode.MASKED), end)
-    if mode.PASSES:
-        end = gl.where(row < work.seqlen_q, end, gl.minimum(first + mode.MASKED, end))
-    return first, end
+        hidden = gl.maximum(gl.minimum(hidden, work.blocks - mode.MASKED), 0)
+    return hidden
 
 
 @gluon.jit
-def issue(queries, q, keys, values, p, o, block, before, more, last, WARPGROUP: gl.constexpr, mode):
-    """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one `before`; wait for S.
+def issue(queries, q, keys, values, p, o, block, passed, more, last, WARPGROUP: gl.constexpr, mode):
+    """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
-    more: there is such a block; last: it is its tile's last. Returns s and the token of O.
+    passed: blocks in between that were passed over; more: there is such a block; last: it is its tile's last. Returns
+    s and the token of O.
     """
     keys.wait(block, more)
     barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
     s_token = multiply(queries, q, keys, block, WARPGROUP, mode)
-    values.wait(before)
-    o_token = warpgroup_mma(p, values.block(before, 0, 0), o, is_async=True)
+    values.wait(block - passed - 1)
+    o_token = warpgroup_mma(p, values.block(block - passed - 1, 0, 0), o, is_async=True)
     barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
@@ -199,10 +192,10 @@ def issue(queries, q, keys, values, p, o, block, before, more, last, WARPGROUP: 
 
 
 @gluon.jit
-def finish(o_token, values, before):
+def finish(o_token, values, block):
     """Wait for O of the block before."""
     o = warpgroup_mma_wait(0, deps=(o_token,))
-    values.release(before)
+    values.release(block - 1)
     return o
 
 
@@ -224,13 +217,13 @@ def masked_step(
     """A further block that a row may end in: with the running maximum."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, q, keys, values, p, o, block, block - 1, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, 0, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide(s, rows, column, mode, product_layout(mode.BLOCK_N))
     s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     m, alpha = raised(m, s, unit, dtype)
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
-    o = finish(o_token, values, block - 1)
+    o = finish(o_token, values, block)
     return scale_rows(o, alpha), m, scale_rows(l, alpha) + parts, p
 
 
@@ -239,12 +232,12 @@ def step(queries, q, keys, values, state, block, last, rows, column, grid, modif
     """A block that no row ends in."""
     o, m, l, p = state
     dtype: gl.constexpr = p.dtype
-    s, o_token = issue(queries, q, keys, values, p, o, block, block - 1, True, last, WARPGROUP, mode)
+    s, o_token = issue(queries, q, keys, values, p, o, block, 0, True, last, WARPGROUP, mode)
     s, unit = modify(s, rows, column, modifiers, mode, product_layout(mode.BLOCK_N))
     s = hide_left(s, rows, column, grid, mode, product_layout(mode.BLOCK_N))
     p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
     too_large = any_reaches(parts, limit_of(dtype))
-    o = finish(o_token, values, block - 1)
+    o = finish(o_token, values, block)
     if too_large != 0:
         m, alpha = raised(m, s, unit, dtype)
         p, parts = exponentials(s, m, unit, dtype, operand_layout(o.shape[1]))
@@ -318,7 +311,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     entry = grid.num_heads * 0
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
-    first, end = seen_blocks(work, WARPGROUP, grid, mode)
+    first = hidden_blocks(work, WARPGROUP, grid, mode)
     if mode.STAGGERED:
         for _ in range(first):
             pass_over(keys, values, block, block, WARPGROUP, mode)
@@ -328,7 +321,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, q, keys, block, WARPGROUP, mode),))
     keys.release(block)
     if not mode.HOLDS_Q:
-        queue.queries.release(q, end - first == 1)
+        queue.queries.release(q, work.blocks - first == 1)
     rows = rows_of(work, offs_m, grid, modifiers, mode)
     column = (work.end - 1 - first) * mode.BLOCK_N
     m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
@@ -339,47 +332,47 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         rows = rows_of(work, offs_m, grid, modifiers, mode)
         for i in gl.static_range(1, mode.MASKED):
             column -= mode.BLOCK_N
-            last = first + i + 1 == end
+            last = first + i + 1 == work.blocks
             o, m, l, p = masked_step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                                      modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        for i in range(first + mode.MASKED, end):
+        first += mode.MASKED
+        if mode.PASSES:
+            first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, first, work.blocks)
+            for i in range(mode.MASKED, first):
+                pass_over(keys, values, block, block - 1, WARPGROUP, mode)
+                if not mode.HOLDS_Q:
+                    queue.queries.release(q, i + 1 == work.blocks)
+                block += 1
+        for i in range(first, work.blocks):
             column -= mode.BLOCK_N
-            last = i + 1 == end
+            last = i + 1 == work.blocks
             o, m, l, p = step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
                               modifiers, WARPGROUP, mode)  # fmt: skip
             block += 1
-        if mode.PASSES:  # noqa: SIM102  (one is of the compiler, the other of the kernel)
-            if work.row + WARPGROUP * (ROWS // mode.PACK) >= work.seqlen_q:
-                for _ in range(end, work.blocks):
-                    pass_over(keys, values, block, block - 1, WARPGROUP, mode)
-                    block += 1
-                end = work.blocks
 
         # The next tile's first scores, beside this tile's last product.
         entry += 1
         next_work = queue.receive(entry, grid)
-        next_first, next_end = seen_blocks(next_work, WARPGROUP, grid, mode)
-        before = block - 1
+        next_first = hidden_blocks(next_work, WARPGROUP, grid, mode)
         if mode.STAGGERED:
-            for _ in range(work.blocks - end + next_first):
+            for _ in range(next_first):
                 pass_over(keys, values, block, block, WARPGROUP, mode)
                 block += 1
         more = next_work.blocks > 0
-        last = next_end - next_first == 1
+        last = next_work.blocks - next_first == 1
         q = take(queue.queries, entry, WARPGROUP, mode)
-        s, o_token = issue(queue.queries, q, keys, values, p, o, block, before, more, last, WARPGROUP, mode)
+        s, o_token = issue(queue.queries, q, keys, values, p, o, block, next_first, more, last, WARPGROUP, mode)
         next_rows = rows_of(next_work, offs_m, grid, modifiers, mode)
         column = (next_work.end - 1 - next_first) * mode.BLOCK_N
         next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
-        o = finish(o_token, values, before)
+        o = finish(o_token, values, block - next_first)
         write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
         work = next_work
         first = next_first
-        end = next_end
         block += 1
     if not mode.HOLDS_Q:
         queue.queries.release(q)

@@ -90,7 +90,7 @@ def suits_three_warpgroups(problem: Problem) -> bool:
     diagonal and at a sequence's end; and softcap and ALiBi need registers that three warpgroups do not have."""
     p = problem
     causal, left = sides_of(p)
-    long = p.seqlen_q >= (4096 if causal else 2048)
+    long = p.seqlen_q >= (1536 if causal else 2048)
     tiles = p.batch * p.num_heads * p.seqlen_q // (3 * ROWS.value)
     return long and tiles >= 2 * _num_sms(p.device) and not (left or p.varlen or p.softcap or p.has_alibi)
 
@@ -121,7 +121,7 @@ def mode_of(problem: Problem) -> Mode:
     causal, left = sides_of(p)
     # Blocks that the diagonal crosses of those who look for it together, a tile's rows or each warpgroup's (staggered):
     # it starts at a multiple of `step` in one.
-    staggered = causal and block_m > tile.block_n
+    staggered = causal and not left and block_m > tile.block_n
     rows = ROWS.value // pack if staggered else block_m
     step = 1 if p.varlen else math.gcd(rows, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
     crossed = -(-(rows + tile.block_n - step) // tile.block_n)
