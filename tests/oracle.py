@@ -202,20 +202,21 @@ def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict
     (terms that cancel in a backward that recomputes P). Each is one rounding of an intermediate.
 
     The score, be it q.k or what modifiers made of it (as large as the lse of the scores alone, which a sink may exceed
-    by far), and, in P = exp(s - lse), lse: both are errors relative to P. In dS = P (dP - delta), dP = dout.v, and
-    delta = rowsum(dout out), which is that of out as forward rounded it: missing e of delta acts like a gradient e that
-    flows into lse.
+    by far), and, in P = exp(s - lse), lse: both are errors relative to P, and so, in dV = P^T dout, to its terms, which
+    may cancel: P^T |dout|. In dS = P (dP - delta), dP = dout.v, and delta = rowsum(dout out), which is that of out as
+    forward rounded it: missing e of delta acts like a gradient e that flows into lse.
     """
     problem, inputs, dout, dlse = call
     if not (dout.numel() and inputs.v.numel()):
         return {}
     missing = (dout.double() * (exact["out"] - got["out"].double())).sum(-1).transpose(-1, -2)
     moved = run_reference(call._replace(dlse=dlse.double() + missing), torch.float64)
+    terms = run_reference(call._replace(dout=dout.abs(), dlse=torch.zeros_like(dlse)), torch.float64)["dv"]
     eps, scale = torch.finfo(problem.lse_dtype).eps, abs(problem.scale)
     product = scale * _largest(inputs.q.double().norm(dim=-1)) * _largest(inputs.k.double().norm(dim=-1))
     alone = standard_attention(replace(problem, has_sink=False), inputs._replace(sink=None), torch.float64).lse
     of_s = eps * max(product, _largest(alone.nan_to_num(0.0, 0.0, 0.0)))
-    of_p = of_s + 2 * eps * _largest(exact["lse"].nan_to_num(0.0, 0.0, 0.0))
+    of_p = of_s + eps * (1 + 2 * _largest(exact["lse"].nan_to_num(0.0, 0.0, 0.0)))
     of_dp = eps * _largest(dout.double().abs().sum(-1)) * _largest(inputs.v)
     of_ds = {
         "dq": of_dp * scale * _largest(inputs.k),
@@ -229,7 +230,7 @@ def _slack(call: Call, got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict
         "out": of_s * _largest(exact["out"]),
         **{
             name: of_ds.get(name, 0.0)
-            + of_p * _largest(exact[name])
+            + of_p * _largest(terms if name == "dv" else exact[name])
             + _largest((moved[name] - exact[name]).nan_to_num())
             for name in exact
             if name not in ("lse", "out")

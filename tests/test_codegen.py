@@ -57,7 +57,9 @@ SCORE_MODS = {
     "logical_or": lambda s, b, h, r, c: torch.where(torch.logical_or(c % 2, s > 0), -1, s),
     "casts": lambda s, b, h, r, c: (s * 9).to(torch.int32) + s.half().float() + (s > 0).int() + s.bool(),
     "wide_casts": lambda s, b, h, r, c: s + (r * 100000).long() * 100000 % 7 + s.double(),
-    "functions_far_out": lambda s, b, h, r, c: (100 * s).sigmoid() + (2e38 * s).sigmoid() + (-2e38 * s.abs()).exp(),
+    "functions_far_out": lambda s, b, h, r, c: (
+        0.01 * (100 * s).sigmoid() + (2e38 * s).sigmoid() + (-2e38 * s.abs()).exp()
+    ),
     "indexing": lambda s, b, h, r, c: s * table[r % 7, h] + wide[h, c] + numbers[c - r] + bytes_[c] + flags[r] + number,
     "negative_indices": lambda s, b, h, r, c: s + table[-1, -3 + h] + table[r % 7 - 7, 2] + numbers[numbers[c]],
     "one_axis": lambda s, b, h, r, c: r * 0.5,

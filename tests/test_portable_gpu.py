@@ -220,7 +220,7 @@ def test_every_element_is_written():
 def test_search_for_tiles_compiles_checks_and_times(monkeypatch):
     monkeypatch.setattr(search, "SIZES", (search.Size(512, True),))
     monkeypatch.setattr(search, "TOKENS", 1024)
-    tile, too_large = Tile(64, 64, 4, 2), Tile(256, 256, 4, 8)
+    tile, too_large = Tile(64, 64, 4, 2), Tile(128, 128, 8, 8)
     trials = [search.Trial(work, 64, t) for work in get_args(search.Work) for t in (tile, too_large)]
     found = {timed.trial: timed for timed in search.search(trials, torch.bfloat16, 1)}
     for trial, timed in found.items():
