@@ -281,8 +281,8 @@ def main() -> None:
             shown = "  ".join(f"{r['impl']} {r['tflops']:.0f}" for r in measured)
             ours = measured[0]
             print(f"{case} {shown}  ({ours['of_matmul']:.0%} of matmul, {ours['of_exp2']:.0%} of exp2)", flush=True)
-    if options.output:
-        write(options.output, rows, options.commit)
+            if options.output:  # whatever comes after it
+                write(options.output, rows, options.commit)
 
 
 if __name__ == "__main__":
