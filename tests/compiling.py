@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from machine_code import instructions, spilled
 from oracle import wanted
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -89,8 +90,7 @@ def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled]
 
 def _measure(name: str, kernel: Any, target: GPUTarget) -> Compiled:
     if target.backend == "cuda":
-        sass = kernel.asm["sass"]
-        spills = 4 * len(re.findall(r"\b(?:LDL|STL)\b", sass))
+        spills = sum(spilled(line) for line in instructions(kernel.asm["cubin"]))
         return Compiled(name, _registers_of(kernel.asm["cubin"]), spills, kernel.metadata.shared, kernel)
     amdgcn = kernel.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s*(\d+)", amdgcn)

@@ -22,6 +22,12 @@ def instructions(cubin: bytes | Path) -> list[str]:
     return [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
 
 
+def spilled(instruction: str) -> int:
+    """Bytes of local memory that it stores or loads."""
+    local = re.search(r"\b(?:LDL|STL)(\S*)", instruction)
+    return 0 if not local else next((n for kind, n in (("128", 16), ("64", 8)) if kind in local[1]), 4)
+
+
 def overwritten(code: list[str]) -> list[str]:
     """Products whose left operand, in registers, is what it was before the loop, but not in the loop's second turn:
     nothing writes it between the loop's head and the product, something does behind, and no spilled value comes back.
