@@ -27,6 +27,7 @@ table = torch.randn(7, 3, dtype=torch.bfloat16).to(DEVICE)
 wide = torch.randn(COLS, 4, 2).to(DEVICE)[:, :, 1].T
 numbers = (torch.arange(40, dtype=torch.int64) * 37 % 23 - 11).to(DEVICE)
 flags = (torch.arange(40) % 3 == 0).to(DEVICE)
+places = (torch.arange(ROWS * COLS).view(ROWS, COLS) * 5 % 23).to(DEVICE)  # rows are groups of 8
 bytes_ = (torch.arange(40) * 29 % 251).to(torch.uint8).to(DEVICE)
 number = torch.tensor(3, device=DEVICE)
 
@@ -62,6 +63,10 @@ SCORE_MODS = {
     ),
     "indexing": lambda s, b, h, r, c: s * table[r % 7, h] + wide[h, c] + numbers[c - r] + bytes_[c] + flags[r] + number,
     "negative_indices": lambda s, b, h, r, c: s + table[-1, -3 + h] + table[r % 7 - 7, 2] + numbers[numbers[c]],
+    "reads_ahead": lambda s, b, h, r, c: s * numbers[numbers[c - r] + r] + wide[(r + c) % 4, c] + places[c % ROWS, r],
+    "reads_in_groups": lambda s, b, h, r, c: s + places[r, c],
+    "reads_by_groups": lambda s, b, h, r, c: s + numbers[places[r, c]] - 2 * places[r, c],
+    "reads_where_scores_say": lambda s, b, h, r, c: s + numbers[(4 * s).int() + numbers[r - c]] + numbers[r - c],
     "one_axis": lambda s, b, h, r, c: r * 0.5,
     "constant": lambda s, b, h, r, c: s * 0 + 4,
     "infinite": lambda s, b, h, r, c: torch.where(r >= c, s, -float("inf")),
@@ -72,10 +77,19 @@ if not INTERPRETED:  # which has no fused multiply-add, and so is one off where 
     SCORE_MODS["float_division_at_multiples"] = lambda s, b, h, r, c: s + (c * 0.1) // 0.1 + (c * 0.1) % 0.1
 MASK_MODS = {
     "causal": lambda b, h, r, c: r >= c,
+    "reads_ahead": lambda b, h, r, c: flags[r + c // 2] & (places[r, c] > numbers[c - r]),
     "documents": lambda b, h, r, c: (numbers[r] == numbers[c]) | ((r - c).abs() < 3) & ~flags[c],
     "everything": lambda b, h, r, c: (r < 0) | True,
     "number": lambda b, h, r, c: (r - c).bool(),
 }
+
+
+@triton.jit
+def read_ahead(b, h, row, col, captured, chosen):
+    if len(chosen) == 2:
+        return chosen[1](b, h, row, col, captured, True)
+    else:  # noqa: RET505 (a return under a constexpr condition needs its else)
+        return 0
 
 
 @triton.jit(do_not_specialize=["b", "h"])  # they come out of a program's place
@@ -88,19 +102,25 @@ def run_score_mod(
     if DERIVATIVE:
         result = chosen[0](s, b, h, row, col, tl.load(grad + places), captured, True)
     else:
-        result = chosen[0](s, b, h, row, col, captured, True)
+        result = chosen[0](s, b, h, row, col, read_ahead(b, h, row, col, captured, chosen), captured, True)
     tl.store(out + places, result)
 
 
 @triton.jit(do_not_specialize=["b", "h"])
 def run_mask_mod(out, b, h, captured, chosen, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    tl.store(out + row * COLS + col, (col >= 0) & chosen[0](b, h, row, col, captured, True))
+    read = read_ahead(b, h, row, col, captured, chosen)
+    tl.store(out + row * COLS + col, (col >= 0) & chosen[0](b, h, row, col, read, captured, True))
 
 
-def function_of(text, tensors):
-    """A program as kernels take it, behind a place of the captured tuple that is another program's."""
-    return (tl.constexpr(codegen.compiled(text, codegen.layout_of(tensors), 1)),)
+def function_of(text, tensors, derivative=False):
+    """A program as kernels take it, behind a place of the captured tuple that is another program's. And what reads
+    ahead for it, if anything does."""
+    layout = codegen.layout_of(tensors)
+    if derivative:
+        return (tl.constexpr(codegen.compiled(text, layout, 1)),)
+    reads, function = codegen.compiled_in_two(text, layout, 1)
+    return tuple(map(tl.constexpr, (function, reads) if reads else (function,)))
 
 
 def indices(b, h):
@@ -118,7 +138,8 @@ def test_a_score_mod_and_its_derivative_do_what_pytorch_does(name, derivative):
     expected = Program.parse(text).run(values, mod.tensors, torch.float32).float().expand(ROWS, COLS)
     got = torch.empty_like(score)
     captured = (0, *codegen.captured_of(mod.tensors))
-    run_score_mod[(1,)](got, score, grad, 3, 1, captured, function_of(text, mod.tensors), derivative, ROWS, COLS)
+    function = function_of(text, mod.tensors, derivative)
+    run_score_mod[(1,)](got, score, grad, 3, 1, captured, function, derivative, ROWS, COLS)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -143,6 +164,12 @@ def test_an_index_outside_of_a_tensor_reads_inside_it():
     function = function_of(mod.program, mod.tensors)
     run_score_mod[(1,)](got, score, score, 0, 0, (0, *codegen.captured_of(mod.tensors)), function, False, ROWS, COLS)
     assert not got.isnan().any()
+
+
+def test_what_is_read_an_element_at_a_time_for_each_row_and_column_is_read_ahead():
+    functions = {name: trace_score_mod(SCORE_MODS[name], DEVICE) for name in SCORE_MODS}
+    found = {name for name, mod in functions.items() if len(function_of(mod.program, mod.tensors)) == 2}
+    assert found == {"indexing", "reads_ahead", "reads_by_groups", "reads_where_scores_say"}
 
 
 def test_source_and_name_are_the_same_in_every_process():

@@ -1,6 +1,8 @@
 """The Hopper kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
 
+import dataclasses
 import itertools
+import random
 
 import pytest
 import torch
@@ -50,6 +52,13 @@ CASES = {
         "sink": True,
     },
     "varlen_head_dim_192": {"lengths_q": (64, 130), "lengths_k": (200, 65), "head_dim": 192, "head_dim_v": 128},
+    "varlen_head_dim_256": {
+        "lengths_q": (200, 1, 70),
+        "lengths_k": (300, 65, 20),
+        "head_dim": 256,
+        "head_dim_v": 256,
+        "causal": True,
+    },
     "varlen_many": {"lengths_q": (3,) * 130, "lengths_k": (5,) * 40 + (2,) * 90, "num_heads": 2, "num_heads_k": 1},
     "everything": {"causal": True, "window": (150, -1), "softcap": 5.0, "alibi": True, "sink": True, "num_heads": 4},
 }
@@ -103,6 +112,39 @@ def test_a_warpgroup_passes_over_blocks_that_hide_all_its_scores(three_warpgroup
     seen = "(s != float('-inf')).any() and rows.position.min() < grid.seqlen_q"
     edit = "forward", power, f"\n    assert column < 0 or rows.position.max() < 0 or ({seen}){power}"
     expect_rule(problem, inputs, Kernel(edit).forward(problem, inputs))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_what_warpgroups_pass_over_is_hidden_and_what_they_do_not_mask_is_seen(head_dim, three_warpgroups):
+    """Every row is in one tile; values that stay unreleased over what is passed over leave the ring room."""
+    kernel, draw = Kernel(), random.Random(head_dim)
+    schedule, hidden_blocks = kernel.module("schedule"), kernel.module("forward")["hidden_blocks"]
+    base, _, _, _ = build(SMALL.but(causal=True, head_dim=head_dim, head_dim_v=head_dim))
+    passed = set()
+    for _ in range(100):
+        seqlen_q, seqlen_k = (draw.choice([draw.randint(200, 900), 64 * draw.randint(4, 12)]) for _ in range(2))
+        right = draw.choice([0, 64, draw.randint(0, 150)])
+        problem = dataclasses.replace(base, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_right=right)
+        mode = launch.mode_of(problem)
+        assert mode.STAGGERED
+        heads, rows, met = problem.num_heads // mode.PACK, launch.ROWS.value // mode.PACK, []
+        grid = schedule["Grid"](problem.num_heads, problem.group, seqlen_q, seqlen_k, 1, 0, right + 1, 4096, 0)
+        for tile in range(heads * -(-seqlen_q // mode.BLOCK_M)):
+            work = schedule["locate"](Scalar(tile), 0, None, grid, mode)
+            for warpgroup in range(mode.WARPGROUPS):
+                first = work.row + warpgroup * rows
+                those = [row for row in range(first, first + rows) if 0 <= row < seqlen_q]
+                met += [(work.head, row) for row in those]
+                hidden = hidden_blocks(work, warpgroup, grid, mode)
+                passed.add(int(hidden))
+                assert hidden <= min(mode.STAGES - 1, work.blocks - mode.MASKED)
+                if those:
+                    ends = [min(row + seqlen_k - seqlen_q + right + 1, seqlen_k) for row in (those[0], those[-1])]
+                    begun = work.end - hidden
+                    assert ends[1] <= begun * mode.BLOCK_N
+                    assert begun == mode.MASKED or ends[0] >= (begun - mode.MASKED) * mode.BLOCK_N
+        assert sorted(met) == [(head * mode.PACK, row) for head in range(heads) for row in range(seqlen_q)]
+    assert passed == set(range(mode.WARPGROUPS))
 
 
 def test_nothing_is_stored_before_the_first_row(three_warpgroups):

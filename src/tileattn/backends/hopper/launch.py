@@ -119,8 +119,9 @@ def mode_of(problem: Problem) -> Mode:
     p, tile, pack = problem, tile_for(problem), pack_for(problem)
     block_m = tile.rows // pack
     causal, left = sides_of(p)
-    # Blocks that the diagonal crosses of those who look for it together, a tile's rows or each warpgroup's (staggered):
-    # it starts at a multiple of `step` in one.
+    # Blocks that the diagonal crosses, of rows that begin with the same block: a tile's, or (staggered) a warpgroup's.
+    # It starts at a multiple of `step` in one. Fewer are passed over than a ring has stages: meanwhile the values of
+    # the block before are not released, and the loader would wait for them.
     staggered = causal and not left and block_m > tile.block_n
     rows = ROWS.value // pack if staggered else block_m
     step = 1 if p.varlen else math.gcd(rows, tile.block_n, p.seqlen_k - p.seqlen_q + p.window_right)
