@@ -21,8 +21,6 @@ import hypothesis
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from hypothesis.internal.cache import LRUCache
-from hypothesis.internal.conjecture import providers
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
@@ -511,6 +509,10 @@ def draw_family(seed: int, choices: dict[str, tuple[object, ...]]) -> dict[str, 
 def meet(problems: Any, number: int, seed: int, holds: Callable[[Case], object]) -> None:
     """Call `holds` with as many different cases, which are the same in every process with this version of Hypothesis.
     It has no setting against what it likes to draw: numbers in the source of such modules as happen to be loaded."""
+    # Not its public interface: what a version lacks shall fail here, and not every test that imports this file.
+    from hypothesis.internal.cache import LRUCache
+    from hypothesis.internal.conjecture import providers
+
     met = set()
 
     @hypothesis.seed(seed)
