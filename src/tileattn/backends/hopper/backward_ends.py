@@ -12,7 +12,8 @@ def _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M: tl.constexp
 
     blocks: that a sequence has. With cu_ptr sequences are packed (batch is 0, seqlen_q that of all) and have room for
     `blocks` more than full ones, as in schedule.first_place. Heads of a block are neighbours in memory, so programs
-    that run at once take those. The last places come first: L2 still holds some of the sums that were added to last.
+    that run at once take those. The last places come first: L2 still holds some of the sums that were added to last,
+    for finish_kernel.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     head = pid % num_heads

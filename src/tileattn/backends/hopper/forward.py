@@ -161,7 +161,8 @@ def multiply(queries, q, keys, block, WARPGROUP: gl.constexpr, mode):
 
 @gluon.jit
 def hidden_blocks(work, WARPGROUP: gl.constexpr, grid, mode):
-    """How many of a tile's first blocks this warpgroup passes over: those that hide all its scores, but for MASKED."""
+    """How many of a tile's first blocks this warpgroup passes over: those that hide all its scores, while MASKED of the
+    tile's are left."""
     hidden = work.blocks * 0
     if mode.STAGGERED:
         last_row = work.row + ((WARPGROUP + 1) * (ROWS // mode.PACK) - 1)
@@ -338,8 +339,9 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
             block += 1
         first += mode.MASKED
         if mode.PASSES:
+            begun = first
             first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, first, work.blocks)
-            for i in range(mode.MASKED, first):
+            for i in range(begun, first):
                 pass_over(keys, values, block, block - 1, WARPGROUP, mode)
                 if not mode.HOLDS_Q:
                     queue.queries.release(q, i + 1 == work.blocks)
