@@ -16,7 +16,7 @@ import torch
 import triton
 
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
+KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)  # launchers, and Gluon
 STREAM = 3  # place in Entry.head
 
 

@@ -212,6 +212,16 @@ def pass_over(keys, values, block, unread, WARPGROUP: gl.constexpr, mode):
 
 
 @gluon.jit
+def pass_over_hidden(keys, values, block, hidden, WARPGROUP: gl.constexpr, mode):
+    """Pass over a tile's `hidden` first blocks, of which the first is `block`; returns the one behind them."""
+    if mode.STAGGERED:
+        for _ in range(hidden):
+            pass_over(keys, values, block, block, WARPGROUP, mode)
+            block += 1
+    return block
+
+
+@gluon.jit
 def masked_step(
     queries, q, keys, values, state, block, last, rows, column, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
@@ -313,10 +323,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
     first = hidden_blocks(work, WARPGROUP, grid, mode)
-    if mode.STAGGERED:
-        for _ in range(first):
-            pass_over(keys, values, block, block, WARPGROUP, mode)
-            block += 1
+    block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
     keys.wait(block)
     q = take(queue.queries, entry, WARPGROUP, mode)
     s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, q, keys, block, WARPGROUP, mode),))
@@ -357,10 +364,7 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         entry += 1
         next_work = queue.receive(entry, grid)
         next_first = hidden_blocks(next_work, WARPGROUP, grid, mode)
-        if mode.STAGGERED:
-            for _ in range(next_first):
-                pass_over(keys, values, block, block, WARPGROUP, mode)
-                block += 1
+        block = pass_over_hidden(keys, values, block, next_first, WARPGROUP, mode)
         more = next_work.blocks > 0
         last = next_work.blocks - next_first == 1
         q = take(queue.queries, entry, WARPGROUP, mode)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from tileattn.backends.entry import TRITON
+from tileattn.backends.entry import KNOWN, TRITON
 
 __all__ = [
     "aggregate",
@@ -27,9 +27,11 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-FIRST_KNOWN, LAST_KNOWN = (3, 6), (3, 9)
-if not FIRST_KNOWN <= TRITON <= LAST_KNOWN:
-    raise ImportError(f"Triton {triton.__version__}: this backend knows Gluon, which is experimental, of 3.6 to 3.9")
+if TRITON not in KNOWN:
+    first, *_, last = (".".join(map(str, version)) for version in KNOWN)
+    raise ImportError(
+        f"Triton {triton.__version__}: this backend knows Gluon, which is experimental, of {first} to {last}"
+    )
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
