@@ -35,8 +35,8 @@ class Mode(NamedTuple):
     precision: of float32 products. tma: rows are loaded through tensor descriptors made on the "host", through such as
     kernels make on the "device" (of packed sequences: rows past the end of one must be zeros), or not ("").
     held: see Tile. pad: a head dim is smaller than its block. left, right: the window bounds that side. score_reads to
-    mask_mod: see Functions. ranges: walks go through ranges of tiles, some of which need no
-    mask; else through lists (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
+    mask_mod: see Functions. ranges: walks go through ranges of tiles, some of which need no mask; else through lists
+    (see Sparsity), or one range that needs it. listed, kinds: see Sparsity.
     """
 
     dim: Any

@@ -5,17 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileattn.backends.portable.device.softmax import LN2, LOG2E, LOG2E_REST
+from tileattn.backends.portable.device.softmax import LOG2E, exact_exp
 
 
 @triton.jit
 def exp(x, EXACT: tl.constexpr):
-    y = x * LOG2E
-    p = tl.exp2(y)
-    if EXACT:  # what rounding x * log2(e) loses
-        lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
-        p = tl.where((p == 0.0) | (p == float("inf")), p, p + p * (lost * LN2))  # else inf - inf, or 0 * inf
-    return p
+    return exact_exp(x) if EXACT else tl.exp2(x * LOG2E)
 
 
 @triton.jit

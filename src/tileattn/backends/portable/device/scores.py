@@ -148,6 +148,11 @@ def distance(rows, cols, origin, in_head):
 
 
 @triton.jit
+def load_bias(rows, cols, in_head, mods, CHECK: tl.constexpr):
+    return load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
+
+
+@triton.jit
 def read_for_scores(rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
     """What `score_tile` takes that is loaded an element at a time, in the shape of a tile of scores; without CHECK the
     columns lie inside the sequence.
@@ -158,7 +163,7 @@ def read_for_scores(rows, cols, in_head, mods, mode, CHECK: tl.constexpr):
     prefetched, and is waited for when it is needed.)"""
     bias, for_mod = 0, 0
     if mods.bias is not None and mods.bias_align == 1:
-        bias = load_modifier(in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK)
+        bias = load_bias(rows, cols, in_head, mods, CHECK)
     if mode.score_reads is not None:
         row = rows_inside(rows, in_head)
         for_mod = mode.score_reads(in_head.batch, in_head.head, row, cols, in_head.captured, mode.exact)
@@ -183,9 +188,7 @@ def score_tile(qk, read, rows, cols, origin, in_head, mods, mode, CHECK: tl.cons
             s -= in_head.slope * distance(rows, cols, origin, in_head)
         if mods.bias is not None:
             if mods.bias_align != 1:
-                bias = load_modifier(
-                    in_head.bias, rows, cols, mods.bias_row, mods.bias_col, mods.bias_align, in_head, CHECK
-                )
+                bias = load_bias(rows, cols, in_head, mods, CHECK)
             s += bias.to(tl.float32)
         if mode.score_mod is not None:
             raw = s

@@ -15,12 +15,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def exact_exp(x):
+    """e^x: the hardware's 2^x, with what rounding x * log2(e) loses."""
+    y = x * LOG2E
+    lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
+    p = tl.exp2(y)
+    return tl.where((p == 0.0) | (p == float("inf")), p, p + p * (lost * LN2))  # else inf - inf, or 0 * inf
+
+
+@triton.jit
 def power(x, mode):
-    if mode.exact:  # the hardware's 2^x, with what rounding x * log2(e) loses
-        y = x * LOG2E
-        lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
-        p = tl.exp2(y)
-        return tl.where(p == 0.0, 0.0, p + p * (lost * LN2))  # there y, and so lost, may be infinite
+    if mode.exact:
+        return exact_exp(x)
     else:
         return tl.exp2(x)
 
