@@ -16,7 +16,6 @@ from triton.runtime.jit import JITFunction
 
 from tileattn import ops
 from tileattn.backends import ahead, portable
-from tileattn.backends.entry import TRITON as TRITON
 from tileattn.backends.portable import launch, tuning
 from tileattn.problem import Forward, Inputs, Problem, Wanted
 
@@ -33,12 +32,14 @@ SHARED |= {"gfx942": 64, "gfx950": 160, "gfx1100": 64}
 
 
 class Compiled(NamedTuple):
-    """Registers a thread; bytes of spills a thread, counted as loads and stores of local memory in the code."""
+    """Registers a thread; bytes of spills a thread, counted as loads and stores of local memory in the code. code: the
+    instructions, one a line; of NVIDIA's chips alone."""
 
     name: str
     registers: int
     spills: int
     shared: int
+    code: list[str]
     kernel: Any
 
 
@@ -90,14 +91,15 @@ def _compiling_for(target: GPUTarget, table: tuning.Table, found: list[Compiled]
 
 def _measure(name: str, kernel: Any, target: GPUTarget) -> Compiled:
     if target.backend == "cuda":
-        spills = sum(spilled(line) for line in instructions(kernel.asm["cubin"]))
-        return Compiled(name, _registers_of(kernel.asm["cubin"]), spills, kernel.metadata.shared, kernel)
+        code = instructions(kernel.asm["cubin"])
+        spills = sum(map(spilled, code))
+        return Compiled(name, _registers_of(kernel.asm["cubin"]), spills, kernel.metadata.shared, code, kernel)
     amdgcn = kernel.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s*(\d+)", amdgcn)
     spills = re.search(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)
     assert registers is not None
     assert spills is not None
-    return Compiled(name, int(registers[1]), 4 * int(spills[1]), kernel.metadata.shared, kernel)
+    return Compiled(name, int(registers[1]), 4 * int(spills[1]), kernel.metadata.shared, [], kernel)
 
 
 def _registers_of(cubin: bytes) -> int:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from compiling import TRITON
 from machine_code import instructions
 from triton.backends.compiler import GPUTarget
 
+from tileattn.backends.entry import TRITON
 from tileattn.backends.hopper.backward import attention_backward
 from tileattn.backends.hopper.backward_launch import backward_arguments, backward_plan_for, workspace_for
 from tileattn.backends.hopper.forward import attention_forward

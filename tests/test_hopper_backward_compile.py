@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 import hopper_compiling
-from compiling import TRITON
 from hopper_compiling import MORE_SPILLS, call_of, compile_backward, packed
 from triton.compiler.errors import CompilationError
 
+from tileattn.backends.entry import TRITON
 from tileattn.backends.hopper import backward_launch
 from tileattn.backends.hopper.backward_launch import FIRST_BARRIER, BackwardTile
 

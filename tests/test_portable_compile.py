@@ -11,10 +11,11 @@ from tileattn.problem import Problem, Wanted
 pytest.importorskip("triton")
 
 import triton
-from compiling import SHARED, TARGETS, TRITON, backward_kernels, compile_call, layouts_of_exponentials, specialisations
-from machine_code import instructions, overwritten
+from compiling import SHARED, TARGETS, backward_kernels, compile_call, layouts_of_exponentials, specialisations
+from machine_code import overwritten
 from oracle import ALL_DIMS, MODIFIERS, MODS, Case, build
 
+from tileattn.backends.entry import TRITON
 from tileattn.backends.portable import tuning
 
 CI = ("sm80", "sm90", "gfx942")
@@ -121,8 +122,8 @@ def test_mods_and_block_masks_compile(target):
 def products_overlap(found):
     """Whether a program goes on while matrix units compute. ptxas makes it wait for every product if it finds that
     other code may write to the sums, such as copies where a loop shares something with what comes behind it."""
-    sass = found.kernel.asm["sass"]
-    return len(re.findall(r"WARPGROUP\.DEPBAR", sass)) * 2 <= len(re.findall("HGMMA", sass))
+    waits, products = (sum(name in line for line in found.code) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
+    return waits * 2 <= products
 
 
 def programs_of(found):
@@ -183,7 +184,8 @@ def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_ho
     change = {"bias": bias, "mask": mask, "score_mod": lambda score, b, h, row, col: score + bias[0, h, row, col]}[name]
     wanted = Wanted(bias=name == "bias")
     for found in compile_call(*problem(head_dim, **{name: change}), TARGETS["sm90"], tuning.HOPPER, wanted):
-        assert not re.findall(r"LDG\S*\.[US](?:8|16)\b", found.kernel.asm["sass"]), f"{found.name}: narrow loads"
+        narrow = [line for line in found.code if re.search(r"LDG\S*\.[US](?:8|16)\b", line)]
+        assert not narrow, f"{found.name}: narrow loads"
         assert found.spills <= MORE_SPILLS, f"{found.name}: {found.spills} bytes spilled"
         programs = 3 if (name, head_dim, found.name) == ("bias", 64, "backward_kv_kernel") else 2
         assert programs_of(found) >= programs, f"{found.name}: {found.registers} registers, {found.shared} bytes"
@@ -193,7 +195,7 @@ def test_what_has_the_shape_of_the_scores_is_loaded_in_groups_of_8_columns_on_ho
 def overwritten_by(head_dim, head_dim_v, name):
     case = Case(dtype=torch.bfloat16).but(**(MODIFIERS | MODS)[name]).but(head_dim=head_dim, head_dim_v=head_dim_v)
     found = compile_call(*build(case)[:2], TARGETS["sm90"], tuning.HOPPER)
-    return [product for one in found for product in overwritten(instructions(one.kernel.asm["cubin"]))]
+    return [product for one in found for product in overwritten(one.code)]
 
 
 HELD = [(128, 64, "mask"), (80, 64, "mask_mod_lengths"), (64, 128, "causal"), (96, 96, "mask"), (96, 24, "mask")]
@@ -302,4 +304,4 @@ def test_hopper_kernels_stay_in_registers_and_on_its_tensor_cores(head_dim, caus
         allowed = budget[found.name]
         assert found.spills <= allowed, f"{found.name}: {found.spills} bytes spilled, {allowed} allowed"
         assert found.shared <= SHARED["sm90"] * 1024, f"{found.name}: {found.shared} bytes of shared memory"
-        assert "HGMMA" in found.kernel.asm["sass"], f"{found.name}: no warpgroup products"
+        assert any("HGMMA" in line for line in found.code), f"{found.name}: no warpgroup products"
