@@ -206,9 +206,10 @@ class Greedy:
     def __getitem__(self, programs):
         return self.run
 
-    def run(self, num_stages, **_):
+    def run(self, *_, num_stages, **__):
         if num_stages > self.stages:
-            raise OutOfResources(237568, 232448, "shared memory")
+            error = OutOfResources(237568, 232448, "shared memory")  # named, as Triton does: they keep each other
+            raise error
         return num_stages
 
 
@@ -217,6 +218,21 @@ def test_fewer_stages_where_shared_memory_runs_out():
     assert [launch.start(Greedy(stages), too_much) for stages in (3, 2, 1)] == [3, 2, 1]
     with pytest.raises(OutOfResources):
         launch.start(Greedy(0), too_much)
+
+
+def test_a_launch_with_fewer_stages_keeps_nothing():
+    def call(x):
+        launch.start(Greedy(1), launch.Launch(1, portable.tuning.Tile(128, 64, 8, 3), (x,)))
+
+    gc.disable()
+    try:
+        x = torch.empty(1)
+        kept = weakref.ref(x)
+        call(x)
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_launcher_with_other_names_inside_is_left_to_triton(monkeypatch):

@@ -8,7 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tileattn.backends.portable import search, tuned, tuning
+from triton.runtime.errors import OutOfResources
+
+from tileattn.backends.portable import launch, search, tuned, tuning
+from tileattn.backends.portable.launch import Launch
 from tileattn.backends.portable.search import Size, Trial
 from tileattn.backends.portable.tuned import Entry
 from tileattn.backends.portable.tuning import Tile
@@ -226,3 +229,19 @@ def test_tune_says_what_it_lacks(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(arguments))
     assert main(["tune", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_tile_without_room_for_its_stages_is_faulty(monkeypatch):
+    """Though calls that users make have fewer."""
+
+    def run(num_stages, **_):
+        if num_stages > 2:
+            raise OutOfResources(237568, 232448, "shared memory")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        search, "_small", lambda trial, *_: lambda: launch.start({(1,): run}, Launch(1, trial.tile, ()))
+    )
+    fault_of = {n: search.compile_trial(Trial("forward", 64, Tile(128, 64, 8, n)), torch.bfloat16) for n in (2, 3)}
+    assert fault_of[2] is None
+    assert "OutOfResources" in fault_of[3]

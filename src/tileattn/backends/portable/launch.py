@@ -364,18 +364,24 @@ def _kept(*_alike: Any) -> dict[Any, Kept | None]:
 
 
 def start(kernel: Any, launch: Launch) -> Any:
-    """Launch by way of Triton's own look-up, which compiles if need be; with fewer stages than the tile says if what
-    scores read, prefetched, takes more shared memory than there is. Returns the compiled kernel; None from the
-    interpreter."""
+    """`start_as_told`, with fewer stages than the tile says if what scores read, prefetched, takes more shared memory
+    than there is."""
     tile = launch.tile
-    need_context()
-    triton.set_allocator(allocate)  # of this thread
     try:
-        return kernel[(launch.programs,)](*launch.args, **compile_options(tile))
-    except OutOfResources:
+        return start_as_told(kernel, launch)
+    except OutOfResources as error:
         if tile.num_stages == 1:
             raise
+        error.__traceback__ = None  # one of Triton's frames refers to the error: all callers' tensors would stay
     return start(kernel, launch._replace(tile=tile._replace(num_stages=tile.num_stages - 1)))
+
+
+def start_as_told(kernel: Any, launch: Launch) -> Any:
+    """Launch by way of Triton's own look-up, which compiles if need be. Returns the compiled kernel; None from the
+    interpreter."""
+    need_context()
+    triton.set_allocator(allocate)  # of this thread
+    return kernel[(launch.programs,)](*launch.args, **compile_options(launch.tile))
 
 
 def compile_only(kernel: Any, launch: Launch) -> Any:

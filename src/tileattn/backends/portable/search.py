@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from tileattn.backends import portable
-from tileattn.backends.portable import tuning
+from tileattn.backends.portable import launch, tuning
 from tileattn.backends.portable.backward import Backward
 from tileattn.backends.portable.tuned import Entry
 from tileattn.backends.portable.tuning import Kernel, Tile, block_dim_of, wrong_if_held
@@ -166,7 +166,9 @@ def compile_trial(trial: Trial, dtype: torch.dtype) -> str | None:
     """Fill Triton's cache. None: good; otherwise what went wrong."""
     try:
         for causal in (False, True):
-            _small(trial, _lookup_of(trial), dtype, causal)
+            run = _small(trial, _lookup_of(trial), dtype, causal)
+            with _as_told():
+                run()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:100]}"
@@ -176,8 +178,8 @@ def compile_trial(trial: Trial, dtype: torch.dtype) -> str | None:
 def check_trial(trial: Trial, dtype: torch.dtype) -> str | None:
     """Compare a trial with the tile in use."""
     for causal in (False, True):
-        expected = _small(trial, tuning._lookup, dtype, causal)
-        for x, y in zip(_small(trial, _lookup_of(trial), dtype, causal), expected, strict=True):
+        expected = _small(trial, tuning._lookup, dtype, causal)()
+        for x, y in zip(_small(trial, _lookup_of(trial), dtype, causal)(), expected, strict=True):
             error = ((x.float() - y.float()).norm() / y.float().norm()).item()
             if not error < 1e-2:
                 return f"error {error:.1e}"
@@ -199,6 +201,7 @@ def time_trials(trials: list[Trial], size: Size, dtype: torch.dtype, step: Step)
 
 Step = Callable[..., None]  # of a label, and how many steps it takes, 1 if not said
 Lookup = Callable[[torch.device, torch.dtype, int, Kernel], Tile]
+Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def _lookup_of(trial: Trial) -> Lookup:
@@ -211,10 +214,20 @@ def _lookup_of(trial: Trial) -> Lookup:
     return lookup
 
 
-def _small(trial: Trial, lookup: Lookup, dtype: torch.dtype, causal: bool) -> tuple[torch.Tensor, ...]:
+@contextlib.contextmanager
+def _as_told() -> Iterator[None]:
+    """A tile that has no room for its stages is a faulty one. With fewer it would be another, compiled once a stage."""
+    in_use, launch.start = launch.start, launch.start_as_told
+    try:
+        yield
+    finally:
+        launch.start = in_use
+
+
+def _small(trial: Trial, lookup: Lookup, dtype: torch.dtype, causal: bool) -> Run:
     torch.manual_seed(0)
     problem, inputs = _call(Size(2048, causal), trial.head_dim, dtype, 2048)
-    return _runner(trial.work, lookup, problem, inputs)()
+    return _runner(trial.work, lookup, problem, inputs)
 
 
 def _call(size: Size, head_dim: int, dtype: torch.dtype, tokens: int = TOKENS) -> tuple[Problem, Inputs]:
@@ -223,7 +236,7 @@ def _call(size: Size, head_dim: int, dtype: torch.dtype, tokens: int = TOKENS) -
     return Problem.of(q, k, v, causal=size.causal)
 
 
-def _runner(work: Work, lookup: Lookup, problem: Problem, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
+def _runner(work: Work, lookup: Lookup, problem: Problem, inputs: Inputs) -> Run:
     """A function that launches the work with tiles that lookup gives."""
     if work != "forward":
         saved: Forward = portable.forward(problem, inputs)
