@@ -11,7 +11,19 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle import ALL_DIMS, MODIFIERS, MODS, SHAPES, Case, build, cases, check, check_call, wanted
+from oracle import (
+    ALL_DIMS,
+    MODIFIERS,
+    MODS,
+    SHAPES,
+    Case,
+    build,
+    cases,
+    check,
+    check_call,
+    fresh_memory_is_nan,
+    wanted,
+)
 
 import tileattn
 from tileattn.backends import portable
@@ -77,7 +89,9 @@ LISTED = {
 def test_lists_name_each_tile_that_is_seen_and_what_hides_parts_of_it(name, along):
     problem, inputs, *_ = build(SMALL.but(**LISTED[name]))
     tile = portable.tuning.Tile(32, 16, 1, 1)
-    lists = list_tiles(Launcher(problem, inputs), problem, inputs, tile, along)
+    with fresh_memory_is_nan():
+        lists = list_tiles(Launcher(problem, inputs), problem, inputs, tile, along)
+    unwritten = torch.iinfo(lists.dtype).max
     lengths = [(problem.seqlen_q, problem.seqlen_k)] * len(lists)
     if problem.varlen:
         lengths = list(zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True))
@@ -101,6 +115,7 @@ def test_lists_name_each_tile_that_is_seen_and_what_hides_parts_of_it(name, alon
             assert row[:2] == [len(whole), len(partial)]
             assert row[2 : 2 + len(whole)] == whole
             assert row[2 : 2 + length][length - len(partial) :] == partial[::-1]
+            assert unwritten not in (row[2 + len(whole)], row[2 + length]), "where kernels look that have seen all"
 
 
 def test_bad_cu_seqlens_never_reach_outside_the_tensors():

@@ -96,6 +96,9 @@ def list_kernel(
         partial += tl.sum(masked, 0)
     tl.store(row, whole)
     tl.store(row + 1, partial)
+    # what kernels that look one place ahead read behind the last of either kind
+    tl.store(row + 2 + whole, 0, mask=whole + partial < length)
+    tl.store(row + 2 + length, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "num_heads"])
