@@ -33,6 +33,7 @@ from tileattn.backends.hopper.ptx import (
     NAMED_BARRIERS,
     barrier_sync,
     boundary,
+    look_ahead,
     narrow,
     opaque,
     pass_turn,
@@ -170,10 +171,11 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
         last = work.end - work.blocks
         for member in range(grid.group):
             first = first_place(work, work.head * grid.group + member, grid, mode) * 2 + WARPGROUP
+            seen = last * 0 - 1
             for block in range(work.end - 1, last - 1, -1):
                 half = first + block * 2
                 if mode.DETERMINISTIC:
-                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode))
+                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode), seen)
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
@@ -181,6 +183,7 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
                         pass_turn_before(block, turns_ptr + first, work, grid, mode)
                     outbox.release()
                 if mode.DETERMINISTIC and mode.WIDE:
+                    seen = look_ahead(turns_ptr + (first + gl.maximum(block - 1, last) * 2))
                     pass_turn(turns_ptr + half, turn_of(block, work, grid, mode) + 1, 0)
             if LATE:
                 pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)

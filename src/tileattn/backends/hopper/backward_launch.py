@@ -159,13 +159,17 @@ def _section_of(problem: Problem) -> int:
     """Queries, of all the heads of keys that are worked on together: one head, or, causal, those whose queries and
     dout share L2, 16 MiB.
 
-    Deterministic tiles of a head follow each other at a distance, so few of them should run at once: four, or eight
-    where dQ is wide and would come from memory for four.
+    Deterministic tiles of a head follow each other at a distance. Where they get shorter they wait for it, every time
+    anew, so few of them should run at once: four, or eight where dQ is wide and would come from memory for four. Where
+    all are as long they wait once, and wide ones are worked on a few heads at once, for L2.
     """
-    p = problem
-    section = (16 << 20) // (p.group * (p.head_dim + p.head_dim_v) * p.dtype.itemsize) if p.window_right >= 0 else 0
-    at_once = 8 if backward_tile_for(p).wide else 4
-    return max(section, min(_num_sms(p.device) // at_once * p.seqlen_q, UNLIMITED)) if p.deterministic else section
+    p, bounded, wide = problem, problem.window_right >= 0, backward_tile_for(problem).wide
+    section = (16 << 20) // (p.group * (p.head_dim + p.head_dim_v) * p.dtype.itemsize) if bounded else 0
+    if not p.deterministic:
+        return section
+    if wide and not bounded:
+        return 1 << 15
+    return max(section, min(_num_sms(p.device) // (8 if wide else 4) * p.seqlen_q, UNLIMITED))
 
 
 class Workspace(NamedTuple):
