@@ -168,7 +168,7 @@ def _section_of(problem: Problem) -> int:
     if not p.deterministic:
         return section
     if wide and not bounded:
-        return 1 << 15
+        return 1 << 14
     return max(section, min(_num_sms(p.device) // (8 if wide else 4) * p.seqlen_q, UNLIMITED))
 
 
