@@ -191,14 +191,16 @@ def supported(functions: dict[str, Callable[[], Any]], graph: bool) -> dict[str,
 
 
 def milliseconds(functions: dict[str, Callable[[], Any]], rounds: int, duration: float) -> dict[str, float]:
-    """Medians over rounds in which all take their turn for about `duration` ms."""
+    """Medians over rounds in which all take their turn for about `duration` ms, each time another one first: the clock
+    that one finds is what the one before it left."""
     once = {name: time_once(function, 3) for name, function in functions.items() if time_once(function, 2)}
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
+    names = list(functions)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             repeats = max(5, int(duration / once[name]))
-            time_once(function, repeats // 4 + 1)
-            times[name].append(time_once(function, repeats))
+            time_once(functions[name], repeats // 4 + 1)
+            times[name].append(time_once(functions[name], repeats))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -1,8 +1,8 @@
 """FlashAttention-3 for Hopper: one warp loads, two or three warpgroups multiply, and softmax runs under the products.
 
-Shah et al. 2024, with one software pipeline over all the tiles that a program gets: the scores S = Q K^T of the next
-key block, be it the next tile's first, are issued together with O += P V of the block before, and softmax of S runs
-while that product is in flight. The warpgroups, 64 query rows each, take turns at issuing.
+Shah et al. 2024, persistent: the scores S = Q K^T of the next key block are issued together with O += P V of the block
+before, and softmax of S runs while that product is in flight; at head_dim 64 this pipeline goes on over all the tiles
+that a program gets. The warpgroups, 64 query rows each, take turns at issuing.
 """
 
 # ruff: noqa: RET505 (a return under a constexpr condition needs its else)
@@ -55,9 +55,10 @@ class Mode(NamedTuple):
 
     WARPGROUPS: that multiply. BLOCK_M, BLOCK_N: positions of queries and of keys. PACK: heads of q, of one head of k,
     that a tile takes together. SLOTS: tiles of queries in flight. HOLDS_Q: a warpgroup keeps its queries in registers.
-    COLUMN_PARTS: blocks side by side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end
-    passes over blocks. STAGGERED: so does one that sees nothing of a block that others see. BARRIERS: the first named
-    barrier. VARLEN: sequences of different lengths are packed. CAUSAL, LEFT: the window bounds that side.
+    AHEAD: a tile's first scores are issued beside the last product of the tile before. COLUMN_PARTS: blocks side by
+    side that hold head_dim. PASSES: a warpgroup whose rows lie behind the sequence's end passes over blocks. STAGGERED:
+    so does one that sees nothing of a block that others see. BARRIERS: the first named barrier. VARLEN: sequences of
+    different lengths are packed. CAUSAL, LEFT: the window bounds that side.
     HIDES: the first MASKED blocks that a warpgroup works on may hide scores at a row's end.
     """
 
@@ -68,6 +69,7 @@ class Mode(NamedTuple):
     PACK: Any
     SLOTS: Any
     HOLDS_Q: Any
+    AHEAD: Any
     COLUMN_PARTS: Any
     PASSES: Any
     STAGGERED: Any
@@ -173,6 +175,30 @@ def hidden_blocks(work, WARPGROUP: gl.constexpr, grid, mode):
 
 
 @gluon.jit
+def take_turn(WARPGROUP: gl.constexpr, mode):
+    barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
+
+
+@gluon.jit
+def end_turn(WARPGROUP: gl.constexpr, mode):
+    barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
+
+
+@gluon.jit
+def first_scores(queries, q, keys, block, last, WARPGROUP: gl.constexpr, mode):
+    """S = Q K^T of a tile's first block, beside no other product. last: it is the tile's last, too."""
+    keys.wait(block)
+    take_turn(WARPGROUP, mode)
+    s_token = multiply(queries, q, keys, block, WARPGROUP, mode)
+    end_turn(WARPGROUP, mode)
+    s = warpgroup_mma_wait(0, deps=(s_token,))
+    keys.release(block)
+    if not mode.HOLDS_Q:
+        queries.release(q, last)
+    return boundary(s)
+
+
+@gluon.jit
 def issue(queries, q, keys, values, p, o, block, passed, more, last, WARPGROUP: gl.constexpr, mode):
     """In this warpgroup's turn, start S = Q K^T of a block and O += P V of the one before; wait for S.
 
@@ -180,11 +206,11 @@ def issue(queries, q, keys, values, p, o, block, passed, more, last, WARPGROUP: 
     s and the token of O.
     """
     keys.wait(block, more)
-    barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
+    take_turn(WARPGROUP, mode)
     s_token = multiply(queries, q, keys, block, WARPGROUP, mode)
     values.wait(block - passed - 1)
     o_token = warpgroup_mma(p, values.block(block - passed - 1, 0, 0), o, is_async=True)
-    barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
+    end_turn(WARPGROUP, mode)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys.release(block, more)
     if not mode.HOLDS_Q:
@@ -201,11 +227,21 @@ def finish(o_token, values, block):
 
 
 @gluon.jit
+def last_product(values, p, o, block, WARPGROUP: gl.constexpr, mode):
+    """O += P V of the block before, a tile's last."""
+    values.wait(block - 1)
+    take_turn(WARPGROUP, mode)
+    o_token = warpgroup_mma(p, values.block(block - 1, 0, 0), o, is_async=True)
+    end_turn(WARPGROUP, mode)
+    return finish(o_token, values, block)
+
+
+@gluon.jit
 def pass_over(keys, values, block, unread, WARPGROUP: gl.constexpr, mode):
     """A block that this warpgroup does not work on: give back its keys, and the values of the block `unread`."""
     keys.wait(block)
-    barrier_sync(mode.BARRIERS + WARPGROUP, 2 * WARPGROUP_THREADS)
-    barrier_arrive(mode.BARRIERS + (WARPGROUP + 1) % mode.WARPGROUPS, 2 * WARPGROUP_THREADS)
+    take_turn(WARPGROUP, mode)
+    end_turn(WARPGROUP, mode)
     keys.release(block)
     values.wait(unread)
     values.release(unread)
@@ -309,58 +345,102 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
 
 
 @gluon.jit
+def further_blocks(
+    queries, q, keys, values, state, block, first, work, rows, grid, modifiers, WARPGROUP: gl.constexpr, mode
+):
+    """What a tile has behind its first block, which is `block` - 1 and the tile's number `first`: those before it were
+    passed over. Returns the state and the block behind all of them."""
+    o, m, l, p = state
+    column = (work.end - 1 - first) * mode.BLOCK_N
+    for i in gl.static_range(1, mode.MASKED):
+        column -= mode.BLOCK_N
+        last = first + i + 1 == work.blocks
+        o, m, l, p = masked_step(
+            queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid, modifiers, WARPGROUP, mode
+        )
+        block += 1
+    first += mode.MASKED
+    if mode.PASSES:
+        begun = first
+        first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, first, work.blocks)
+        for i in range(begun, first):
+            pass_over(keys, values, block, block - 1, WARPGROUP, mode)
+            if not mode.HOLDS_Q:
+                queries.release(q, i + 1 == work.blocks)
+            block += 1
+    for i in range(first, work.blocks):
+        column -= mode.BLOCK_N
+        last = i + 1 == work.blocks
+        o, m, l, p = step(
+            queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid, modifiers, WARPGROUP, mode
+        )
+        block += 1
+    return o, m, l, p, block
+
+
+@gluon.jit
 def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode):
     """A warpgroup: 64 rows of every tile that the queue brings."""
+    if WARPGROUP == 0:
+        end_turn(mode.WARPGROUPS - 1, mode)
+    if mode.AHEAD:
+        attend_ahead(WARPGROUP, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)
+    else:
+        attend_tiles(WARPGROUP, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode)
+    if WARPGROUP == 0:
+        take_turn(WARPGROUP, mode)
+    store_wait(0)
+
+
+@gluon.jit
+def attend_tiles(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode):
+    """One tile behind the other; what the next one reads comes while this one's last product and its writing run."""
     dtype: gl.constexpr = o_desc.dtype
     DIM_V: gl.constexpr = values.blocks.shape[-1]
-    s_layout: gl.constexpr = product_layout(mode.BLOCK_N)
-    p_layout: gl.constexpr = operand_layout(DIM_V)
-    offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    if WARPGROUP == 0:
-        barrier_arrive(mode.BARRIERS, 2 * WARPGROUP_THREADS)
+    offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(mode.BLOCK_N)))
+    entry = grid.num_heads * 0
+    block = grid.num_heads * 0
+    work = queue.receive(entry, grid)
+    while work.blocks > 0:
+        first = hidden_blocks(work, WARPGROUP, grid, mode)
+        block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
+        q = take(queue.queries, entry, WARPGROUP, mode)
+        s = first_scores(queue.queries, q, keys, block, work.blocks - first == 1, WARPGROUP, mode)
+        rows = rows_of(work, offs_m, grid, modifiers, mode)
+        column = (work.end - 1 - first) * mode.BLOCK_N
+        m, l, p = begin(s, rows, column, grid, modifiers, dtype, operand_layout(DIM_V), mode)
+        o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
+        o, m, l, p, block = further_blocks(queue.queries, q, keys, values, (o, m, l, p), block + 1, first, work, rows,
+                                           grid, modifiers, WARPGROUP, mode)  # fmt: skip
+        o = last_product(values, p, o, block, WARPGROUP, mode)
+        write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
+        entry += 1
+        work = queue.receive(entry, grid)
+    queue.queries.release(entry)
 
+
+@gluon.jit
+def attend_ahead(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_ptr, grid, modifiers, mode):
+    """The next tile's first scores are issued beside this one's last product, under which softmax of them runs."""
+    dtype: gl.constexpr = o_desc.dtype
+    DIM_V: gl.constexpr = values.blocks.shape[-1]
+    p_layout: gl.constexpr = operand_layout(DIM_V)
+    offs_m = WARPGROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(mode.BLOCK_N)))
     entry = grid.num_heads * 0
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
     first = hidden_blocks(work, WARPGROUP, grid, mode)
     block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
-    keys.wait(block)
     q = take(queue.queries, entry, WARPGROUP, mode)
-    s = warpgroup_mma_wait(0, deps=(multiply(queue.queries, q, keys, block, WARPGROUP, mode),))
-    keys.release(block)
-    if not mode.HOLDS_Q:
-        queue.queries.release(q, work.blocks - first == 1)
+    s = first_scores(queue.queries, q, keys, block, work.blocks - first == 1, WARPGROUP, mode)
     rows = rows_of(work, offs_m, grid, modifiers, mode)
     column = (work.end - 1 - first) * mode.BLOCK_N
     m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
-    o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
-    block += 1
-
     while work.blocks > 0:
         rows = rows_of(work, offs_m, grid, modifiers, mode)
-        for i in gl.static_range(1, mode.MASKED):
-            column -= mode.BLOCK_N
-            last = first + i + 1 == work.blocks
-            o, m, l, p = masked_step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
-                                     modifiers, WARPGROUP, mode)  # fmt: skip
-            block += 1
-        first += mode.MASKED
-        if mode.PASSES:
-            begun = first
-            first = gl.where(work.row + WARPGROUP * (ROWS // mode.PACK) < work.seqlen_q, first, work.blocks)
-            for i in range(begun, first):
-                pass_over(keys, values, block, block - 1, WARPGROUP, mode)
-                if not mode.HOLDS_Q:
-                    queue.queries.release(q, i + 1 == work.blocks)
-                block += 1
-        for i in range(first, work.blocks):
-            column -= mode.BLOCK_N
-            last = i + 1 == work.blocks
-            o, m, l, p = step(queue.queries, q, keys, values, (o, m, l, p), block, last, rows, column, grid,
-                              modifiers, WARPGROUP, mode)  # fmt: skip
-            block += 1
-
-        # The next tile's first scores, beside this tile's last product.
+        o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
+        o, m, l, p, block = further_blocks(queue.queries, q, keys, values, (o, m, l, p), block + 1, first, work, rows,
+                                           grid, modifiers, WARPGROUP, mode)  # fmt: skip
         entry += 1
         next_work = queue.receive(entry, grid)
         next_first = hidden_blocks(next_work, WARPGROUP, grid, mode)
@@ -374,17 +454,12 @@ def attend(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers, lse_
         next_m, next_l, p = begin(s, next_rows, column, grid, modifiers, dtype, p_layout, mode)
         o = finish(o_token, values, block - next_first)
         write(o, m, l, work, rows, o_desc, o_buffers.index(WARPGROUP), lse_ptr, grid, modifiers, WARPGROUP, mode)
-        o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         m = next_m
         l = next_l
         work = next_work
         first = next_first
-        block += 1
     if not mode.HOLDS_Q:
         queue.queries.release(q)
-    if WARPGROUP == 0:
-        barrier_sync(mode.BARRIERS, 2 * WARPGROUP_THREADS)
-    store_wait(0)
 
 
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)

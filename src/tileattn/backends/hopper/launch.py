@@ -28,7 +28,8 @@ class Tile(NamedTuple):
     """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there.
 
     parts: blocks side by side that block_dim is made of. columns: of O, sent at a time. holds_q: queries are kept in
-    registers; where causal alone, elsewhere that is slower. passes: see Mode.
+    registers; where causal alone, elsewhere that is slower. ahead, which pays where products are short, and passes: see
+    Mode.
     """
 
     block_dim: int
@@ -40,6 +41,7 @@ class Tile(NamedTuple):
     parts: int = 1
     warpgroups: int = 2
     holds_q: bool = False
+    ahead: bool = False
     passes: bool = False
 
     @property
@@ -49,9 +51,9 @@ class Tile(NamedTuple):
 
 # The first that holds a problem's head dims, and suits it, serves it. Shared memory has 227 KB.
 TILES = (
-    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True),
-    Tile(64, 64, block_n=64, stages=3, slots=2, columns=64, warpgroups=3, passes=True),
-    Tile(64, 64, block_n=128, stages=4, slots=2, columns=64),
+    Tile(64, 64, block_n=64, stages=3, slots=1, columns=64, warpgroups=3, holds_q=True, ahead=True),
+    Tile(64, 64, block_n=64, stages=3, slots=2, columns=64, warpgroups=3, ahead=True, passes=True),
+    Tile(64, 64, block_n=128, stages=4, slots=2, columns=64, ahead=True),
     Tile(96, 128, block_n=64, stages=3, slots=2, columns=64, parts=3, warpgroups=3),
     Tile(96, 128, block_n=128, stages=2, slots=2, columns=128, parts=3),
     Tile(128, 128, block_n=64, stages=3, slots=2, columns=64, warpgroups=3),
@@ -134,6 +136,7 @@ def mode_of(problem: Problem) -> Mode:
         PACK=pack,
         SLOTS=tile.slots,
         HOLDS_Q=tile.holds_q,
+        AHEAD=tile.ahead,
         COLUMN_PARTS=tile.parts,
         PASSES=tile.passes,
         STAGGERED=staggered,
