@@ -85,7 +85,7 @@ class Machine:
         self.random = random.Random(seed)
         self.live = 0
         self.waiting: list[Callable[[], bool]] = []
-        self.loads: list[Callable[[], None]] = []  # in flight; one lands when no partition can go on without
+        self.late: list[Callable[[], None]] = []  # loads and products; one is done when no partition can go on without
         self.fault: str | None = None
         self.barriers: dict[int, list[int]] = {}  # named barrier -> [arrived threads, generation]
 
@@ -94,8 +94,8 @@ class Machine:
             self.waiting.append(ready)
             while not ready():
                 if len(self.waiting) == self.live and not any(other() for other in self.waiting):
-                    if self.loads:
-                        self.loads.pop(self.random.randrange(len(self.loads)))()
+                    if self.late:
+                        self.late.pop(self.random.randrange(len(self.late)))()
                         self.changed.notify_all()
                         continue
                     self.fail(f"deadlock: {_here.name} waits for {what}")
@@ -291,7 +291,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             barrier.complete(desc.block_type.nbytes)
 
         with machine.changed:
-            machine.loads.append(land)
+            machine.late.append(land)
 
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
         if any(start + size <= 0 for start, size in zip(at, desc.block_type.shape, strict=True)):
@@ -317,7 +317,10 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
 
     def multiply_wait(pending: int, deps: tuple[Product, ...]) -> Any:
         while len(_here.products) > pending:
-            _here.products.pop(0).run()
+            product = _here.products.pop(0)
+            with machine.changed:
+                machine.late.append(product.run)
+            machine.wait_for(lambda product=product: product.value is not None, "a product")
         if any(product.value is None for product in deps):
             raise FaultError("the wait leaves the awaited product in flight")
         values = tuple(product.value for product in deps)
