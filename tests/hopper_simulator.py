@@ -1,7 +1,7 @@
 """Runs the Hopper kernels' own source on a CPU: one thread a partition, memory and products as late as they may be.
 
 Triton's modules are replaced by the few names below. A load writes NaN at once and its data when no partition can go
-on without; a product reads its shared memory when it is waited for, a store when its buffer is about to be used again.
+on without; a product reads its shared memory then, a store when its buffer is about to be used again.
 So a missing wait or an early release shows as a wrong result, a barrier that nobody completes as a deadlock.
 """
 
@@ -33,6 +33,18 @@ _here = threading.local()  # of a partition: name, threads, products and stores 
 
 class FaultError(Exception):
     """What the kernel did wrong."""
+
+
+def expect_wrong(is_right: Callable[[int], bool]) -> None:
+    """A planted fault shows in one of a few simulations, which is_right tells by their seed; which, is up to chance."""
+
+    def shows(seed: int) -> bool:
+        try:
+            return not is_right(seed)
+        except (FaultError, ZeroDivisionError):
+            return True
+
+    assert any(map(shows, range(8))), "the result is right all the same"
 
 
 class Scalar(int):
@@ -85,7 +97,9 @@ class Machine:
         self.random = random.Random(seed)
         self.live = 0
         self.waiting: list[Callable[[], bool]] = []
-        self.late: list[Callable[[], None]] = []  # loads and products; one is done when no partition can go on without
+        # Loads and products; one is done when no partition can go on without, of products first where the seed is odd.
+        self.in_flight: list[Callable[[], None]] = []
+        self.products_first = seed % 2 == 1
         self.fault: str | None = None
         self.barriers: dict[int, list[int]] = {}  # named barrier -> [arrived threads, generation]
 
@@ -94,8 +108,11 @@ class Machine:
             self.waiting.append(ready)
             while not ready():
                 if len(self.waiting) == self.live and not any(other() for other in self.waiting):
-                    if self.late:
-                        self.late.pop(self.random.randrange(len(self.late)))()
+                    if self.in_flight:
+                        products = [x for x in self.in_flight if self.products_first and isinstance(x, Product)]
+                        done = self.random.choice(products or self.in_flight)
+                        self.in_flight.remove(done)
+                        done()
                         self.changed.notify_all()
                         continue
                     self.fail(f"deadlock: {_here.name} waits for {what}")
@@ -263,7 +280,7 @@ class Product:
         self.a, self.b, self.accumulator = a, b, accumulator
         self.value: Tile | None = None
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         a = self.a.data if isinstance(self.a, Shared) else np.asarray(self.a)
         value = a.astype(np.float32) @ self.b.data.astype(np.float32)
         added = self.accumulator.value if isinstance(self.accumulator, Product) else self.accumulator
@@ -291,7 +308,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             barrier.complete(desc.block_type.nbytes)
 
         with machine.changed:
-            machine.late.append(land)
+            machine.in_flight.append(land)
 
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
         if any(start + size <= 0 for start, size in zip(at, desc.block_type.shape, strict=True)):
@@ -319,7 +336,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
         while len(_here.products) > pending:
             product = _here.products.pop(0)
             with machine.changed:
-                machine.late.append(product.run)
+                machine.in_flight.append(product)
             machine.wait_for(lambda product=product: product.value is not None, "a product")
         if any(product.value is None for product in deps):
             raise FaultError("the wait leaves the awaited product in flight")
