@@ -9,7 +9,7 @@ gpu-test:
 gpu-sanitize:
 	compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
 	compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py portable mods packed cache
-	compute-sanitizer --tool initcheck --error-exitcode 1 python tests/sanitize.py portable cache
+	compute-sanitizer --tool initcheck --error-exitcode 1 python tests/sanitize.py portable mods packed cache
 
 gpu-bench:
 	python benchmarks/gpu.py benchmarks/results/gpu-portable.json
