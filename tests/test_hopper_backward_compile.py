@@ -27,6 +27,7 @@ KERNELS = {
     "256_full": (256, 256, {}, 2, 96),
     "256_causal": (256, 256, {"causal": True}, 2, 208),
     "128_deterministic": (128, 256, {"causal": True, "deterministic": True}, 3, 144),
+    "256_deterministic": (256, 256, {"causal": True, "deterministic": True}, 2, 208),
     "64_varlen": (64, 256, {"varlen": True}, 1, 96),
     "128_varlen": (128, 256, {"varlen": True}, 1, 0),
     "128_varlen_window": (128, 256, {"window": (100, 30), "varlen": True}, 1, 96),

@@ -167,7 +167,7 @@ FAULTS = {
         "warpgroup_mma_wait(1, deps=(dk_token,))",
     ),
     "an outbox's phase is swapped": ("pipeline", "(i & 1) ^ 1", "i & 1"),
-    "an outbox is given back while it is carried": ("pipeline", "        store_wait(0)\n", ""),
+    "an outbox is given back while it is carried": ("pipeline", "        store_wait(PENDING)\n", ""),
     "the halves of dQ are swapped": (
         "backward",
         "grid, mode) * 2 + WARPGROUP",
@@ -193,6 +193,17 @@ WIDE_FAULTS = {
     "P and dS have one buffer": ("backward", "pipes.ds.index(i % 2 * 2", "pipes.ds.index(0 * 2"),
 }
 
+PARTS_FAULTS = {
+    "a carrying warp does not wait for the other's payload": ("backward", "outbox.wait(payload)\n", "pass\n"),
+    "the parts of dQ are swapped": ("backward", "+ warpgroup) * 2 + PART", "+ warpgroup) * 2 + 1 - PART"),
+    "an outbox is given back while it is carried": FAULTS["an outbox is given back while it is carried"],
+    "turns are of the block before": (
+        "backward",
+        "turn_of(block, work, grid, mode)\n",
+        "turn_of(block, work, grid, mode) - 1\n",
+    ),
+}
+
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
@@ -202,6 +213,12 @@ def test_a_planted_fault_is_caught(fault):
 @pytest.mark.parametrize("fault", WIDE_FAULTS)
 def test_a_planted_fault_is_caught_at_head_dim_256(fault):
     expect_fault(WIDE_FAULTS[fault], SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256))
+
+
+@pytest.mark.parametrize("fault", PARTS_FAULTS)
+def test_a_planted_fault_is_caught_where_parts_take_turns(fault):
+    case = SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256)
+    expect_fault(PARTS_FAULTS[fault], case, deterministic=True)
 
 
 def expect_fault(fault: tuple[str, str, str], case: Case, **options) -> None:

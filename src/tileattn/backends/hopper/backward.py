@@ -90,7 +90,8 @@ class Pipes(NamedTuple):
     """What goes between the partitions. queue: of tiles, whose ring is k. statistics: lse and delta of a block of
     queries, [2, 2 * BLOCK_M], on the mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; WIDE: P^T and
     dS^T, [4, BLOCK_N, BLOCK_M]. turn: PRIMED: the mbarrier by which the first warpgroup passes the matrix units on (one
-    that nobody waits for is dead to Triton, which gives its memory away; the hardware still writes there)."""
+    that nobody waits for is dead to Triton, which gives its memory away; the hardware still writes there). outboxes: of
+    both warpgroups."""
 
     queue: Any
     k: Any
@@ -100,6 +101,7 @@ class Pipes(NamedTuple):
     statistics: Any
     ds: Any
     turn: Any
+    outboxes: Any
 
 
 @gluon.jit
@@ -157,13 +159,13 @@ def pass_turn_before(block, turns_ptr, work, grid, mode):
 
 
 @gluon.jit
-def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
+def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to a block of dQ in their order. WIDE: steps are long enough to wait for additions.
+    DETERMINISTIC: key blocks add to a block of dQ in their order.
     """
-    LATE: gl.constexpr = mode.DETERMINISTIC and not mode.WIDE
     PARTS: gl.constexpr = 2 if mode.WIDE else 1
+    outbox = pipes.outboxes[WARPGROUP]
     entry = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
     while work.blocks > 0:
@@ -171,24 +173,61 @@ def carry(WARPGROUP: gl.constexpr, pipes, outbox, dq_desc, dk_desc, dv_desc, tur
         last = work.end - work.blocks
         for member in range(grid.group):
             first = first_place(work, work.head * grid.group + member, grid, mode) * 2 + WARPGROUP
-            seen = last * 0 - 1
             for block in range(work.end - 1, last - 1, -1):
                 half = first + block * 2
                 if mode.DETERMINISTIC:
-                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode), seen)
+                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode))
                 for part in gl.static_range(PARTS):
                     outbox.receive()
                     tma_reduce_add(dq_desc, [(half * PARTS + part) * dq_desc.block_type.shape[0], 0], outbox.block)
-                    if LATE:
+                    if mode.DETERMINISTIC:
                         pass_turn_before(block, turns_ptr + first, work, grid, mode)
                     outbox.release()
-                if mode.DETERMINISTIC and mode.WIDE:
-                    seen = look_ahead(turns_ptr + (first + gl.maximum(block - 1, last) * 2))
-                    pass_turn(turns_ptr + half, turn_of(block, work, grid, mode) + 1, 0)
-            if LATE:
+            if mode.DETERMINISTIC:
                 pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
         store_rows(dv_desc, outbox, work, WARPGROUP, mode)
         store_rows(dk_desc, outbox, work, WARPGROUP, mode)
+        entry += 1
+        work = pipes.queue.receive(entry, grid)
+    pipes.k.release(entry)
+
+
+@gluon.jit
+def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
+    """As carry, DETERMINISTIC and WIDE: every second payload of both warpgroups, a part of each dQ, then dV or dK.
+
+    Turns are of a part. This warp waits until its part is in global memory while the other carries the other part, so
+    the next key block follows sooner.
+    """
+    rows_desc = dk_desc if PART else dv_desc
+    entry = grid.num_tiles * 0
+    payload = grid.num_tiles * 0 + PART
+    work = pipes.queue.receive(entry, grid)
+    while work.blocks > 0:
+        pipes.k.release(entry)
+        last = work.end - work.blocks
+        for member in range(grid.group):
+            first = first_place(work, work.head * grid.group + member, grid, mode)
+            seen = last * 0 - 1
+            for block in range(work.end - 1, last - 1, -1):
+                turn = turn_of(block, work, grid, mode)
+                turn_ptr = turns_ptr + ((first + block) * 2 + PART)
+                wait_for_turn(turn_ptr, turn, seen)
+                for warpgroup in gl.static_range(2):
+                    outbox = pipes.outboxes[warpgroup]
+                    outbox.wait(payload)
+                    outbox.receive()
+                    part = ((first + block) * 2 + warpgroup) * 2 + PART
+                    tma_reduce_add(dq_desc, [part * dq_desc.block_type.shape[0], 0], outbox.block)
+                pipes.outboxes[0].release(1)
+                pipes.outboxes[1].release()
+                seen = look_ahead(turns_ptr + ((first + gl.maximum(block - 1, last)) * 2 + PART))
+                pass_turn(turn_ptr, turn + 1, 0)
+                payload += 2
+        for warpgroup in gl.static_range(2):
+            pipes.outboxes[warpgroup].wait(payload)
+            store_rows(rows_desc, pipes.outboxes[warpgroup], work, warpgroup, mode)
+        payload += 2
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)
@@ -507,17 +546,17 @@ def attention_backward(
         gl.allocate_shared_memory(gl.float32, [2, 2 * mode.BLOCK_M], statistics_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [DS, mode.BLOCK_N, mode.BLOCK_M], exchange),
         make_turn() if mode.PRIMED else None,
+        (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1)),
     )
-    first = make_outbox(dq_desc, FILLED)
-    second = make_outbox(dq_desc, FILLED + 1)
+    BY_PART: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
     fence_async_shared()
     gl.warp_specialize(
         [
-            (differentiate, (0, pipes, first, dk_desc, dv_desc, grid, scales, mode)),
-            (differentiate, (1, pipes, second, dk_desc, dv_desc, grid, scales, mode)),
+            (differentiate, (0, pipes, pipes.outboxes[0], dk_desc, dv_desc, grid, scales, mode)),
+            (differentiate, (1, pipes, pipes.outboxes[1], dk_desc, dv_desc, grid, scales, mode)),
             (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
-            (carry, (0, pipes, first, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
-            (carry, (1, pipes, second, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+            (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+            (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
