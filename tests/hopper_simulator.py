@@ -274,7 +274,10 @@ class Pointer:
 
 
 class Product:
-    """An asynchronous product: computed when it is waited for. Its accumulator may be the product before it."""
+    """An asynchronous product: computed when it is waited for. Its accumulator may be one in flight.
+
+    A wait that leaves it in flight returns it as it is; whatever then uses it is at fault.
+    """
 
     def __init__(self, a: Any, b: Any, accumulator: Any) -> None:
         self.a, self.b, self.accumulator = a, b, accumulator
@@ -285,6 +288,24 @@ class Product:
         value = a.astype(np.float32) @ self.b.data.astype(np.float32)
         added = self.accumulator.value if isinstance(self.accumulator, Product) else self.accumulator
         self.value = tile(value if added is None else value + added)
+
+    def _early(self, *args: Any) -> Any:
+        raise FaultError("a product's result is used before it was waited for")
+
+    __getattr__ = __array__ = __add__ = __sub__ = __mul__ = _early
+
+
+class Store:
+    """A block on its way to global memory, or into a sum there: read when it is waited for."""
+
+    def __init__(self, desc: Descriptor, at: list[int], block: Shared, add: bool) -> None:
+        self.desc, self.at, self.block, self.add = desc, at, block, add
+        self.done = False
+
+    def __call__(self) -> None:
+        ours, theirs = self.desc.window(self.at)
+        self.desc.data[ours] = self.block.data[theirs] + (self.desc.data[ours] if self.add else 0.0)
+        self.done = True
 
 
 def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
@@ -313,20 +334,20 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
     def tma_store(desc: Descriptor, at: list[int], block: Shared) -> None:
         if any(start + size <= 0 for start, size in zip(at, desc.block_type.shape, strict=True)):
             raise FaultError("a block before the tensor is stored: an illegal instruction")
-        _here.stores.append((desc, at, block, False))
+        _here.stores.append(Store(desc, at, block, False))
 
     def tma_reduce_add(desc: Descriptor, at: list[int], block: Shared) -> None:
-        _here.stores.append((desc, at, block, True))
+        _here.stores.append(Store(desc, at, block, True))
 
     def store_wait(pending: int) -> None:
         while len(_here.stores) > pending:
-            desc, at, block, add = _here.stores.pop(0)
-            ours, theirs = desc.window(at)
+            leave = _here.stores.pop(0)
             with machine.changed:
-                desc.data[ours] = block.data[theirs] + (desc.data[ours] if add else 0.0)
+                machine.in_flight.append(leave)
+            machine.wait_for(lambda leave=leave: leave.done, "a store")
 
     def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
-        if isinstance(a, Product) or (isinstance(acc, Product) and acc is not _here.products[-1]):
+        if isinstance(a, Product):
             raise FaultError("a product's result is used before it was waited for")
         accumulator = (acc if isinstance(acc, Product) else np.array(acc)) if use_acc else None
         _here.products.append(Product(a, b, accumulator))
@@ -338,9 +359,7 @@ def _triton(machine: Machine, program: int, programs: int) -> dict[str, Any]:
             with machine.changed:
                 machine.in_flight.append(product)
             machine.wait_for(lambda product=product: product.value is not None, "a product")
-        if any(product.value is None for product in deps):
-            raise FaultError("the wait leaves the awaited product in flight")
-        values = tuple(product.value for product in deps)
+        values = tuple(x.value if isinstance(x, Product) and x.value is not None else x for x in deps)
         return values[0] if len(values) == 1 else values
 
     def wait(barrier: MBarrier, phase: int, pred: Any = True) -> None:
@@ -466,6 +485,7 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
         any_reaches=lambda x, limit: int(not np.all(x < limit)),
         boundary=lambda x: x,
         narrow=lambda x, dtype: tile(_round(x, dtype)),
+        narrow_product=lambda p, x, dtype: tile(_round(p * (_round(x, dtype) if dtype == "bf16" else x), dtype)),
         reciprocal=lambda x: tile(1.0 / x),
     )
 
@@ -510,7 +530,7 @@ class Kernel:
         spec = importlib.util.find_spec("tileattn.backends")
         assert spec is not None
         folder = Path(str(spec.origin)).parent / "hopper"
-        names = ("pipeline", "schedule", "softmax", "forward", "backward")
+        names = ("pipeline", "schedule", "softmax", "forward", "backward_steps", "backward")
         self.sources = {name: (folder / f"{name}.py").read_text() for name in names}
         for name, old, new in edits:
             assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"
@@ -617,8 +637,8 @@ class Kernel:
                 *(of(*x) for of, *x in zip(describe, tensors, plan.blocks, dtypes, strict=True)),
                 *(None if x is None else Pointer(x) for x in (turns, counter, table)),
                 *map(Scalar, (problem.batch, *plan.sizes)),
-                kernel["Scales"](*plan.scales),
-                kernel["BackwardMode"](*mode),
+                plan.scales,
+                mode,
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
@@ -676,11 +696,9 @@ def finish(problem: Problem, plan: BackwardPlan, places: torch.Tensor, inputs: I
     """What finish_kernel makes of the sums, before it rounds."""
     p, tile = problem, plan.tile
     columns = min(64, tile.block_m * tile.block_dim // 128)
-    parts = sums.reshape(-1, tile.block_m * tile.block_dim // (64 * columns), columns // 8, 4, 8, 4, 2, 2)
-    parts = parts.transpose(0, 1, 3, 6, 4, 2, 5, 7).reshape(*parts.shape[:2], 64, columns)
-    if tile.block_m == 64:
-        parts = parts.transpose(0, 2, 1, 3)
-    rows = torch.from_numpy(parts.reshape(p.num_heads, -1, tile.block_dim).copy())[:, places.view(-1) >= 0]
+    halves, parts = tile.block_m // 64, tile.block_dim // columns
+    blocks = sums.reshape(-1, halves, parts, columns // 8, 4, 8, 4, 2, 2).transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
+    rows = torch.from_numpy(blocks.reshape(p.num_heads, -1, tile.block_dim).copy())[:, places.view(-1) >= 0]
     dq = torch.empty(inputs.q.shape)
     dq.view(-1, p.num_heads, p.head_dim)[places[places >= 0]] = rows.transpose(0, 1)[..., : p.head_dim] * p.scale
     return dq.numpy()

@@ -49,6 +49,27 @@ def overwritten(code: list[str]) -> list[str]:
     return found
 
 
+def written_in_flight(code: list[str]) -> list[str]:
+    """Instructions that write a register which a product in flight reads or adds to. In the listing's order: no product
+    is in flight across a loop's edge."""
+    groups: list[set[int]] = []  # of products, as they are waited for; the last is not committed yet
+    found, open_group = [], set()
+    for line in code:
+        instruction = line.split("*/", 1)[1].strip()
+        if "HGMMA" in instruction:
+            accumulator = set(_written(instruction))
+            left = re.search(r"HGMMA\S+ R\d+, R(\d+)", instruction)
+            open_group |= accumulator | (set(range(int(left[1]), int(left[1]) + 4)) if left else set())
+            if "gsb0" in instruction:
+                groups.append(open_group)
+                open_group = set()
+        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", instruction):
+            groups = groups[len(groups) - int(wait[1]) :] if int(wait[1]) else []
+        elif set(_written(instruction)) & open_group.union(*groups):
+            found.append(line)
+    return found
+
+
 def _written(instruction: str) -> range:
     """Registers that an instruction writes."""
     match = re.match(r"(?:@!?U?P\w+ )?(\w+)(\S*)\s+(?:!?U?P\w+, )*R(\d+)\b", instruction)

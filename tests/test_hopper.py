@@ -181,13 +181,14 @@ def test_how_many_blocks_the_diagonal_crosses(changes, masked):
     ("changes", "masked"),
     [
         ({}, 0),
-        ({"window_right": 0}, 2),
-        ({"window_right": 0, "seqlen_k": 300}, 3),
+        ({"window_right": 0}, 1),
+        ({"window_right": 0, "seqlen_k": 300}, 2),
         ({"window_right": 0, "head_dim": 64, "head_dim_v": 64}, 1),
         ({"window_right": 0, "head_dim": 64, "head_dim_v": 64, "seqlen_k": 300}, 2),
         ({"window_right": 0, "head_dim": 256}, 1),
         ({"window_right": 0, "window_left": 100}, 0),
-        ({"window_right": 0, "varlen": True}, 3),
+        ({"window_right": 0, "varlen": True}, 2),
+        ({"window_right": 0, "softcap": 3.0}, 2),
     ],
 )
 def test_how_many_blocks_of_queries_the_diagonal_crosses(changes, masked):

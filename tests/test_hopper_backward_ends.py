@@ -58,7 +58,7 @@ def test_statistics_are_padded_and_the_sums_start_at_zero(block_m, block_dim, he
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 @pytest.mark.parametrize(("block_m", "block_dim", "head_dim", "seqlen_q"), SHAPES)
 def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
-    """send_dq's order, by hand: a thread's elements of a warpgroup's product lie together, four at a time."""
+    """keep_dq's order, by hand: a thread's elements of a warpgroup's product lie together, four at a time."""
     from tileattn.backends.hopper.backward_ends import finish_kernel
 
     batch, heads, blocks_m = 2, 3, -(-seqlen_q // block_m)
@@ -73,7 +73,7 @@ def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
 
 
 def _as_sent(dq, block_m, columns):
-    """dq, (heads, ..., rows, block_dim), in the order of backward.send_dq."""
+    """dq, (heads, ..., rows, block_dim), in the order of backward_steps.keep_dq."""
     parts = dq.reshape(dq.shape[0], -1, block_m // 64, 64, dq.shape[-1] // columns, columns).transpose(3, 4)
     fragments = parts.reshape(-1, 4, 2, 8, columns // 8, 4, 2)  # warp, half, lane // 4, eighth, lane % 4, pair
     return fragments.permute(0, 4, 1, 3, 5, 2, 6).contiguous()

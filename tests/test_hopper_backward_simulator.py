@@ -130,19 +130,23 @@ def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
 
 FAULTS = {
     "queries are released before the product has read them": (
-        "backward",
+        "backward_steps",
         "    dk = warpgroup_mma_wait(0, deps=(dk_token,))\n    pipes.q.release(i)",
         "    pipes.q.release(i)\n    dk = warpgroup_mma_wait(0, deps=(dk_token,))",
     ),
     "dout is released before the product has read it": (
-        "backward",
+        "backward_steps",
         "    fence_async_shared()\n    barrier_sync(",
         "    pipes.dout.release(i)\n    barrier_sync(",
     ),
-    "nobody waits for dout": ("backward", "        pipes.dout.wait(i)\n", ""),
-    "nobody waits for the queries": ("backward", "    pipes.q.wait(i)\n", ""),
-    "nobody waits for the values": ("backward", "        pipes.v.wait(entry)\n", ""),
-    "nobody releases the values": ("backward", "        pipes.v.release(entry)\n", ""),
+    "nobody waits for dout": ("backward_steps", "        pipes.dout.wait(i)\n", ""),
+    "nobody waits for the queries": ("backward_steps", "    pipes.q.wait(i)\n", ""),
+    "nobody waits for the values": ("backward", "            pipes.v.wait(entry)\n", "            pass\n"),
+    "nobody releases the values": (
+        "backward",
+        "            pipes.v.release(entry)\n            payload",
+        "            payload",
+    ),
     "keys are overwritten without asking": (
         "pipeline",
         "        self.queries.acquire(i)\n        for field",
@@ -151,18 +155,18 @@ FAULTS = {
     "the next queries are written without asking": ("backward", "                pipes.q.acquire(i)\n", ""),
     "the statistics are not waited for": ("backward", "statistics_desc.block_type.nbytes\n", "0\n"),
     "a warpgroup reads dS before the other has written it": (
-        "backward",
+        "backward_steps",
         "    barrier_sync(mode.BARRIERS, WARPGROUPS)",
         "    pass  #",
     ),
-    "dS has one buffer": ("backward", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
+    "dS has one buffer": ("backward_steps", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
     "dQ is read while in flight": (
-        "backward",
+        "backward_steps",
         "warpgroup_mma_wait(1, deps=(dq_token,))",
         "warpgroup_mma_wait(2, deps=(dq_token,))",
     ),
     "dK is read while in flight": (
-        "backward",
+        "backward_steps",
         "warpgroup_mma_wait(0, deps=(dk_token,))",
         "warpgroup_mma_wait(1, deps=(dk_token,))",
     ),
@@ -180,17 +184,66 @@ FAULTS = {
 
 WIDE_FAULTS = {
     "S of the next block is read while in flight": (
-        "backward",
+        "backward_steps",
         "warpgroup_mma_wait(0, deps=(dk_token, s_token))",
         "warpgroup_mma_wait(1, deps=(dk_token, s_token))",
     ),
-    "S is that of the block before": ("backward", "wide_scores(i + 1, entry", "wide_scores(i, entry"),
-    "nobody waits for dout": ("backward", "\n    pipes.dout.wait(i)\n", "\n"),
-    "nobody waits for the queries": ("backward", "    pipes.q.wait(i)\n", ""),
+    "S is that of the block before": ("backward_steps", "wide_scores(i + 1, entry", "wide_scores(i, entry"),
+    "nobody waits for dout": ("backward_steps", "\n    pipes.dout.wait(i)\n", "\n"),
+    "nobody waits for the queries": ("backward_steps", "    pipes.q.wait(i)\n", ""),
     "a warpgroup reads P and dS before the other has written them": FAULTS[
         "a warpgroup reads dS before the other has written it"
     ],
-    "P and dS have one buffer": ("backward", "pipes.ds.index(i % 2 * 2", "pipes.ds.index(0 * 2"),
+    "P and dS have one buffer": ("backward_steps", "pipes.ds.index(i % 2 * 2", "pipes.ds.index(0 * 2"),
+}
+
+
+TALL_FAULTS = {
+    "queries are released before the product has read them": (
+        "backward_steps",
+        "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    pipes.q.release(i)",
+        "    pipes.q.release(i)\n    dk = warpgroup_mma_wait(0, deps=(dk,))",
+    ),
+    "dout is released before the product has read it": (
+        "backward_steps",
+        "    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))\n    pipes.dout.release(i)",
+        "    pipes.dout.release(i)\n    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))",
+    ),
+    "keys are released before the product has read them": (
+        "backward_steps",
+        "    dq = warpgroup_mma_wait(1, deps=(dq,))\n    pipes.k.release(entry, i == span.last)\n",
+        "    pipes.k.release(entry, i == span.last)\n    dq = warpgroup_mma_wait(1, deps=(dq,))\n",
+    ),
+    "nobody waits for the values": ("backward_steps", "    pipes.v.wait(entry, i == span.first)\n", ""),
+    "nobody waits for dout": ("backward_steps", "first)\n    pipes.dout.wait(i)\n", "first)\n"),
+    "half of S is read while in flight": (
+        "backward_steps",
+        "return warpgroup_mma_wait(0, deps=(s,))",
+        "return warpgroup_mma_wait(1, deps=(s,))",
+    ),
+    "dP is read while in flight": (
+        "backward_steps",
+        "warpgroup_mma_wait(1, deps=(dp0,))",
+        "warpgroup_mma_wait(2, deps=(dp0,))",
+    ),
+    "dQ is read while in flight": (
+        "backward_steps",
+        "warpgroup_mma_wait(1, deps=(dq,))",
+        "warpgroup_mma_wait(2, deps=(dq,))",
+    ),
+    "a warpgroup reads dS before the other has written it": (
+        "backward_steps",
+        "    barrier_sync(mode.BARRIERS + WARPGROUP, WARPGROUPS)",
+        "    pass",
+    ),
+    "dS is written where dQ has not left": ("backward_steps", "    pipes.outboxes[half].wait(payload)", "    pass"),
+    "nobody releases the values": ("backward", "            pipes.v.release(entry)  # not before", "            #"),
+    "values are released before dQ has left, so that a warpgroup may be two payloads ahead of the other's outbox": (
+        "backward",
+        "            outbox.wait(i + entry)\n            pipes.v.release(entry)  # not before",
+        "            pipes.v.release(entry)\n            outbox.wait(i + entry)  #",
+    ),
+    "the parts of dQ are swapped": ("backward_steps", "left, right = halves(dq)", "right, left = halves(dq)"),
 }
 
 PARTS_FAULTS = {
@@ -208,6 +261,11 @@ PARTS_FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     expect_fault(FAULTS[fault], SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
+
+
+@pytest.mark.parametrize("fault", TALL_FAULTS)
+def test_a_planted_fault_is_caught_at_head_dim_128(fault):
+    expect_fault(TALL_FAULTS[fault], SMALL.but(seqlen_q=384, seqlen_k=1024, head_dim=128, head_dim_v=128))
 
 
 @pytest.mark.parametrize("fault", WIDE_FAULTS)

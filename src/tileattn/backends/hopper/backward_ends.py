@@ -96,15 +96,11 @@ def finish_kernel(
     sums_ptr, dq_ptr, cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A block of dQ, from the order of backward.send_dq to rows, scaled and rounded."""
+    """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded."""
     batch, head, place, rows, end = _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
-    N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a payload
+    N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a part; the parts of 64 rows come together
     sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))
-    sums = sums.reshape([BLOCK_M * BLOCK_DIM // (64 * N), N // 8, 4, 8, 4, 2, 2])
-    if BLOCK_M == 128:  # halves of rows
-        sums = sums.permute((0, 2, 5, 3, 1, 4, 6))
-    else:
-        sums = sums.permute((2, 5, 3, 0, 1, 4, 6))
+    sums = sums.reshape([BLOCK_M // 64, BLOCK_DIM // N, N // 8, 4, 8, 4, 2, 2]).permute((0, 3, 6, 4, 1, 2, 5, 7))
     columns = tl.arange(0, BLOCK_DIM)
     mask = (rows < end)[:, None] & (columns < DIM)[None, :]
     row_stride = num_heads * DIM

@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.runtime import driver
 
 from tileattn.backends import ahead
-from tileattn.backends.hopper.backward import BackwardMode, Scales, attention_backward
+from tileattn.backends.hopper.backward import attention_backward
 from tileattn.backends.hopper.backward_ends import finish_kernel, prepare_kernel
+from tileattn.backends.hopper.backward_steps import BackwardMode, Scales
 from tileattn.backends.hopper.forward import ROWS
 from tileattn.backends.hopper.launch import (
     ELEMENT,
@@ -49,7 +50,13 @@ class BackwardTile(NamedTuple):
     key_stages: int
     dout_stages: int = 2
     primed: bool = False
+    tall: bool = False
     wide: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Blocks of 16 KiB that a warpgroup's half of a block of dQ fills."""
+        return max(self.block_m * self.block_dim // 8192, 1)
 
     @property
     def block_n(self) -> int:
@@ -60,6 +67,7 @@ class BackwardTile(NamedTuple):
 BACKWARD_TILES = (
     BackwardTile(64, 64, block_m=128, key_stages=2, primed=True),
     BackwardTile(64, 64, block_m=64, key_stages=2),
+    BackwardTile(128, 128, block_m=128, key_stages=1, dout_stages=1, primed=True, tall=True),
     BackwardTile(128, 128, block_m=64, key_stages=2),
     BackwardTile(256, 128, block_m=64, key_stages=1, wide=True),
     BackwardTile(256, 256, block_m=64, key_stages=1, dout_stages=1, wide=True),
@@ -102,8 +110,10 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         BLOCK_N=tile.block_n,
         KEY_STAGES=tile.key_stages,
         DOUT_STAGES=tile.dout_stages,
-        WIDE=tile.wide,
         PRIMED=tile.primed,
+        TALL=tile.tall,
+        WIDE=tile.wide,
+        PARTS=tile.parts,
         BARRIERS=FIRST_BARRIER,
         VARLEN=p.varlen,
         CAUSAL=causal,
@@ -119,13 +129,13 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
 @functools.lru_cache(maxsize=1024)
 def backward_plan_for(problem: Problem) -> BackwardPlan:
     p, tile, mode = problem, backward_tile_for(problem), backward_mode_of(problem)
-    element, split = ELEMENT[p.dtype], 2 if tile.wide else 1
+    element = ELEMENT[p.dtype]
     sides = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
     dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
     one = [1, 1] if p.varlen else [1]
     rows = [[*one, n, 1, dim] for n, dim in zip(sides, dims, strict=True)]
-    halves = [[*one, ROWS.value, 1, dim // split] for dim in (tile.block_dim, tile.block_dim_v)]
-    statistics, dq = [2 * tile.block_m], [tile.block_m * tile.block_dim // (64 * split), 32]
+    halves = [[*one, ROWS.value, 1, dim // (2 if tile.wide else 1)] for dim in (tile.block_dim, tile.block_dim_v)]
+    statistics, dq = [2 * tile.block_m], [tile.block_m * tile.block_dim // (64 * tile.parts), 32]
     of = gl.NVMMASharedLayout.get_default_for
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     least = max(mode.MASKED, 1)
@@ -174,7 +184,7 @@ def _section_of(problem: Problem) -> int:
 
 class Workspace(NamedTuple):
     """statistics: by (head, place of a block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in
-    the order of backward.send_dq. turns: of each half of a block, how many key blocks have added to it."""
+    the order of backward_steps.keep_dq. turns: of each half of a block, how many key blocks have added to it."""
 
     statistics: Tensor
     dq: Tensor

@@ -155,22 +155,34 @@ class Queue:
 
 @aggregate
 class Outbox:
-    """Payload number i on its way from a warpgroup to global memory, carried by a warp of its own."""
+    """Payload number i on its way from a warpgroup to global memory, carried by a warp of its own.
+
+    lent: memory of another owner for a payload's second part; else block is there for both, one after the other.
+    """
 
     block: gl.shared_memory_descriptor
+    lent: gl.shared_memory_descriptor
     taken: gl.shared_memory_descriptor
     FILLED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, block, taken, FILLED):
+    def __init__(self, block, lent, taken, FILLED):
         self.block = block
+        self.lent = lent
         self.taken = taken
         self.FILLED = gl.constexpr(FILLED)
 
     @gluon.jit
     def wait(self, i):
-        """Warpgroup: wait until the payload before has left the block."""
+        """Wait until the payload before has left: for the warpgroup, and whoever lent memory for it."""
         mbarrier.wait(self.taken.index(0), (i & 1) ^ 1)
+
+    @gluon.jit
+    def part(self, n: gl.constexpr):
+        if n == 0:
+            return self.block
+        else:
+            return self.lent
 
     @gluon.jit
     def send(self):
@@ -216,8 +228,10 @@ def make_ring(
 
 
 @gluon.jit
-def make_outbox(desc, FILLED: gl.constexpr):
+def make_outbox(desc, FILLED: gl.constexpr, lent=None):
     block = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
     taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(taken.index(0), count=1)
-    return Outbox(block, taken, FILLED)
+    if lent is None:
+        lent = block
+    return Outbox(block, lent, taken, FILLED)

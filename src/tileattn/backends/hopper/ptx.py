@@ -80,7 +80,11 @@ def any_reaches(x, LIMIT: gl.constexpr):
 @gluon.jit
 def _here(x):
     """x, which LLVM computes before this place and uses behind it."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    if x.dtype == gl.float32:
+        y = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    else:
+        y = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return y
 
 
 @gluon.jit
@@ -111,6 +115,35 @@ def narrow(x, dtype: gl.constexpr):
     else:
         y = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return y
+
+
+@gluon.jit
+def narrow_product(p, x, dtype: gl.constexpr):
+    """p, of 16 bits, times x, float32, in 16 bits.
+
+    bfloat16 is multiplied as such, which rounds x as well; float16, whose range x may leave, in float32. Not pure, or
+    LLVM would widen p long before.
+    """
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; mul.rn.bf16x2 $0, $1, t; }",
+            "=r,r,f,f",
+            [p, x],
+            dtype=gl.bfloat16,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        y = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; .reg .f32 c, d; mov.b32 {a, b}, $1; cvt.f32.f16 c, a; cvt.f32.f16 d, b; "
+            "mul.f32 c, c, $2; mul.f32 d, d, $3; cvt.rn.f16x2.f32 $0, d, c; }",
+            "=r,r,f,f",
+            [p, x],
+            dtype=gl.float16,
+            is_pure=False,
+            pack=2,
         )
     return y
 
