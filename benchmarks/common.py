@@ -6,7 +6,7 @@ import datetime
 import json
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,24 @@ def time_once(run: Callable[[], Any], repeats: int) -> float:
     return start.elapsed_time(end) / repeats
 
 
+def in_turn(names: Iterable[str], i: int) -> list[str]:
+    """The names in round i's order, each time another one first: the clock that one finds is what the one before left."""
+    names = list(names)
+    first = i % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
 def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median over rounds, each of which times every implementation."""
+    """Median over rounds, each of which times every implementation, in an order that changes."""
     repeats = {}
     for name, run in runs.items():
         run()
         repeats[name] = max(2, min(20, int(15.0 / time_once(run, 2))))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(time_once(run, repeats[name]))
+    for i in range(rounds):
+        for name in in_turn(runs, i):
+            time_once(runs[name], 1)
+            times[name].append(time_once(runs[name], repeats[name]))
     return {name: statistics.median(ms) for name, ms in times.items()}
 
 

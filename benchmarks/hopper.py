@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from common import TOKENS, WIDTH, time_once, write
+from common import TOKENS, WIDTH, in_turn, time_once, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -191,13 +191,11 @@ def supported(functions: dict[str, Callable[[], Any]], graph: bool) -> dict[str,
 
 
 def milliseconds(functions: dict[str, Callable[[], Any]], rounds: int, duration: float) -> dict[str, float]:
-    """Medians over rounds in which all take their turn for about `duration` ms, each time another one first: the clock
-    that one finds is what the one before it left."""
+    """Medians over rounds in which all take their turn for about `duration` ms."""
     once = {name: time_once(function, 3) for name, function in functions.items() if time_once(function, 2)}
     times: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
     for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in in_turn(once, i):
             repeats = max(5, int(duration / once[name]))
             time_once(functions[name], repeats // 4 + 1)
             times[name].append(time_once(functions[name], repeats))
