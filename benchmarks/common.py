@@ -33,7 +33,7 @@ def time_once(run: Callable[[], Any], repeats: int) -> float:
 
 
 def in_turn(names: Iterable[str], i: int) -> list[str]:
-    """The names in round i's order, each time another one first: the clock that one finds is what the one before left."""
+    """The names in the order of round i, another one first each time: each finds the clock that the last one left."""
     names = list(names)
     first = i % len(names) if names else 0
     return names[first:] + names[:first]
