@@ -37,8 +37,8 @@ KERNELS = {
 }
 
 
-# Triton 3.9 spills more where the diagonal has steps of its own, some of it in the loop; at what cost was not measured.
-MORE_BESIDE_DIAGONAL = 512 if TRITON >= (3, 9) else 0
+# Triton 3.9 spills more where every step hides scores; at what cost was not measured.
+MORE_IN_WINDOWS = 128 if TRITON >= (3, 9) else 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -56,7 +56,7 @@ def test_products_stay_asynchronous_and_registers_suffice(name):
     products, waits = {64: (64, 10 * steps), 128: (96, 13 * steps), 256: (88, 10 * steps - 2)}[head_dim]
     assert found.count("HGMMA") == products * steps
     assert waits <= sum("WARPGROUP.DEPBAR" in line for line in found.code) <= waits + steps
-    assert found.spills <= spills + MORE_SPILLS + (MORE_BESIDE_DIAGONAL if steps > 2 else 0)
+    assert found.spills <= spills + MORE_SPILLS + (MORE_IN_WINDOWS if "window" in options else 0)
     assert found.shared <= 227 * 1024
     assert initialised_for_nobody(found.ttgir) == set()
     assert read_after_release(found.ptx) == []
@@ -95,6 +95,18 @@ def read_after_release(ptx):
             found.append(line.strip())
     assert releases
     return found
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_all_warps_have_read_ds_before_dq_takes_its_place(options):
+    """At head_dim 128 the second part of dQ is stored where the warpgroup's product has read dS. Each warp knows of
+    itself that it is over, so a barrier of the warpgroup, which Triton puts in, has to stand in between."""
+    ptx = compile_backward(*call_of(256, 256, 128, 128, torch.bfloat16, **options)).ptx
+    events = re.findall(r"(w)gmma\.wait|(s)t\.shared(?:::cta)?\.v4|(b)ar\.sync\s+\d, 128;", ptx)
+    events = "".join(map("".join, events))
+    stores = re.findall(r"ws[sb]{15,}", events)
+    assert len(stores) == 4  # of both warpgroups' steps, of which one hides scores
+    assert all(re.match(r"ws{8}b+s{8}", x) for x in stores)
 
 
 def test_softcap_fits_at_head_dim_64():

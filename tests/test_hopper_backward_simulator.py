@@ -74,6 +74,11 @@ def test_oracle_rule(name):
     expect_rule(Kernel(), build(SMALL.but(**CASES[name])))
 
 
+def test_oracle_rule_in_the_order_for_newer_assemblers():
+    kernel = Kernel(("backward_steps", "LATE_DK = gl.constexpr(TRITON >= (3, 9))", "LATE_DK = True"))
+    expect_rule(kernel, build(SMALL.but(**CASES["head_dim_128_causal"])))
+
+
 @pytest.mark.parametrize("name", ["tails", "causal_tails", "head_dim_128_unaligned", "window_far_left"])
 def test_keys_past_the_end_add_nothing_however_low_all_scores_are(name):
     """Such a key is zeros, with a score of 0: beside a lse of -300 its exponential is infinite."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tileattn.backends.entry import TRITON
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import (
     fence_async_shared,
@@ -30,6 +31,10 @@ from tileattn.backends.hopper.ptx import (
     reciprocal,
 )
 from tileattn.backends.hopper.softmax import LOG2_E
+
+# In Triton 3.9's code the assembler (13.4) lacks registers for dP of the second half of the queries and dK of the
+# first in flight at once, and would serialise all products.
+LATE_DK = gl.constexpr(TRITON >= (3, 9))
 
 
 class BackwardMode(NamedTuple):
@@ -336,9 +341,12 @@ def tall_step(
     ds0 = boundary(narrow_product(p0, warpgroup_mma_wait(1, deps=(dp0,)), dtype))
     dp1 = start_dp(1, i, entry, WARPGROUP, pipes, mode)
     dv = warpgroup_mma(gl.convert_layout(p1, dv_operand), half_of(pipes.dout, i, 1), dv, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds0, dk_operand), half_of(pipes.q, i, 0), dk, is_async=True)
+    if not LATE_DK:
+        dk = warpgroup_mma(gl.convert_layout(ds0, dk_operand), half_of(pipes.q, i, 0), dk, is_async=True)
     share_ds(ds0, 0, payload, WARPGROUP, pipes, mode)
-    ds1 = boundary(narrow_product(p1, warpgroup_mma_wait(2, deps=(dp1,)), dtype))
+    ds1 = boundary(narrow_product(p1, warpgroup_mma_wait(1 if LATE_DK else 2, deps=(dp1,)), dtype))
+    if LATE_DK:
+        dk = warpgroup_mma(gl.convert_layout(ds0, dk_operand), half_of(pipes.q, i, 0), dk, is_async=True)
     share_ds(ds1, 1, payload, WARPGROUP, pipes, mode)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
     pipes.dout.release(i)
@@ -369,7 +377,7 @@ def walk(dk, dv, i, entry, span, work, WARPGROUP: gl.constexpr, pipes, grid, sca
         row -= mode.BLOCK_M
         dk, dv = step_up(dk, dv, i, entry, span, row, work, mode.LEFT, WARPGROUP, pipes, grid, scales, mode)
         i += 1
-    for _ in range(opaque(0), mode.MASKED):
+    for _ in range(opaque(0), mode.MASKED):  # opaque: side by side, two steps are too much for the compiler
         row -= mode.BLOCK_M
         dk, dv = step_up(dk, dv, i, entry, span, row, work, True, WARPGROUP, pipes, grid, scales, mode)
         i += 1
