@@ -10,6 +10,7 @@ import hopper_compiling
 from hopper_compiling import MORE_SPILLS, call_of, compile_cached_ranking, compile_forward, compile_ranking, packed
 from triton.compiler.errors import CompilationError
 
+from tileattn.backends.entry import TRITON
 from tileattn.backends.hopper import launch
 from tileattn.backends.hopper.launch import Tile, mode_of
 
@@ -80,7 +81,7 @@ def test_sums_stand_among_the_exponentials_and_conversions_behind_them(head_dim,
     assert sum("F2FP" not in run for run in found) >= mode.WARPGROUPS * (3 if mode.AHEAD else 2)
     for run in found:
         last = len(run) - run[::-1].index("MUFU.EX2")
-        assert run[:last].count("FADD") >= exponentials - 8
+        assert run[:last].count("FADD") >= exponentials - (8 if TRITON < (3, 8) else 12)
         assert "F2FP" not in run[run.index("MUFU.EX2") :]
 
 
