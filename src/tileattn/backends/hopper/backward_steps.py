@@ -396,7 +396,7 @@ def wide_scores(i, entry, WARPGROUP: gl.constexpr, pipes, mode):
 
 @gluon.jit
 def wide_step(
-    dk, dv, s, i, entry, span, row, work, MASKED: gl.constexpr, MORE: gl.constexpr, WARPGROUP: gl.constexpr,
+    dk, dv, s, i, entry, row, work, MASKED: gl.constexpr, MORE: gl.constexpr, WARPGROUP: gl.constexpr,
     pipes, grid, scales, mode,
 ):  # fmt: skip
     """A step of warpgroups that share their 64 keys: dP of half the queries each, then half the columns each of dV, dQ
@@ -463,14 +463,12 @@ def wide_walk(dk, dv, i, entry, span, work, WARPGROUP: gl.constexpr, pipes, grid
     s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
     for _ in range(LAST, work.blocks):
         row -= mode.BLOCK_M
-        dk, dv, s = wide_step(
-            dk, dv, s, i, entry, span, row, work, mode.LEFT, True, WARPGROUP, pipes, grid, scales, mode
-        )
+        dk, dv, s = wide_step(dk, dv, s, i, entry, row, work, mode.LEFT, True, WARPGROUP, pipes, grid, scales, mode)
         i += 1
     for last in gl.static_range(LAST):
         row -= mode.BLOCK_M
         if last > 0:
             s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
-        dk, dv, s = wide_step(dk, dv, s, i, entry, span, row, work, HIDES, False, WARPGROUP, pipes, grid, scales, mode)
+        dk, dv, s = wide_step(dk, dv, s, i, entry, row, work, HIDES, False, WARPGROUP, pipes, grid, scales, mode)
         i += 1
     return dk, dv, i

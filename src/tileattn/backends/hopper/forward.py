@@ -345,6 +345,24 @@ def write(o, m, l, work, rows, o_desc, buffer, lse_ptr, grid, modifiers, WARPGRO
 
 
 @gluon.jit
+def begin_tile(
+    queries, entry, keys, values, block, work, offs_m, grid, modifiers, WARPGROUP: gl.constexpr, mode,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """A tile up to its first block that is not passed over, beside no other product. Returns its queries, its rows,
+    their m, l and p, that block and its number in the tile."""
+    first = hidden_blocks(work, WARPGROUP, grid, mode)
+    block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
+    q = take(queries, entry, WARPGROUP, mode)
+    s = first_scores(queries, q, keys, block, work.blocks - first == 1, WARPGROUP, mode)
+    rows = rows_of(work, offs_m, grid, modifiers, mode)
+    column = (work.end - 1 - first) * mode.BLOCK_N
+    p_layout: gl.constexpr = operand_layout(values.blocks.shape[-1])
+    m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
+    return q, rows, m, l, p, block, first
+
+
+@gluon.jit
 def further_blocks(
     queries, q, keys, values, state, block, first, work, rows, grid, modifiers, WARPGROUP: gl.constexpr, mode
 ):
@@ -402,13 +420,9 @@ def attend_tiles(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
     while work.blocks > 0:
-        first = hidden_blocks(work, WARPGROUP, grid, mode)
-        block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
-        q = take(queue.queries, entry, WARPGROUP, mode)
-        s = first_scores(queue.queries, q, keys, block, work.blocks - first == 1, WARPGROUP, mode)
-        rows = rows_of(work, offs_m, grid, modifiers, mode)
-        column = (work.end - 1 - first) * mode.BLOCK_N
-        m, l, p = begin(s, rows, column, grid, modifiers, dtype, operand_layout(DIM_V), mode)
+        q, rows, m, l, p, block, first = begin_tile(
+            queue.queries, entry, keys, values, block, work, offs_m, grid, modifiers, WARPGROUP, mode, dtype
+        )
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
         o, m, l, p, block = further_blocks(queue.queries, q, keys, values, (o, m, l, p), block + 1, first, work, rows,
                                            grid, modifiers, WARPGROUP, mode)  # fmt: skip
@@ -429,13 +443,9 @@ def attend_ahead(WARPGROUP: gl.constexpr, queue, keys, values, o_desc, o_buffers
     entry = grid.num_heads * 0
     block = grid.num_heads * 0
     work = queue.receive(entry, grid)
-    first = hidden_blocks(work, WARPGROUP, grid, mode)
-    block = pass_over_hidden(keys, values, block, first, WARPGROUP, mode)
-    q = take(queue.queries, entry, WARPGROUP, mode)
-    s = first_scores(queue.queries, q, keys, block, work.blocks - first == 1, WARPGROUP, mode)
-    rows = rows_of(work, offs_m, grid, modifiers, mode)
-    column = (work.end - 1 - first) * mode.BLOCK_N
-    m, l, p = begin(s, rows, column, grid, modifiers, dtype, p_layout, mode)
+    q, rows, m, l, p, block, first = begin_tile(
+        queue.queries, entry, keys, values, block, work, offs_m, grid, modifiers, WARPGROUP, mode, dtype
+    )
     while work.blocks > 0:
         rows = rows_of(work, offs_m, grid, modifiers, mode)
         o = gl.zeros([ROWS, DIM_V], gl.float32, product_layout(DIM_V))
