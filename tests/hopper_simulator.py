@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tileattn.backends.hopper.backward_launch import BackwardPlan, backward_mode_of, backward_plan_for, places_for
+from tileattn.backends.hopper.backward_launch import (
+    BackwardPlan,
+    backward_mode_of,
+    backward_plan_for,
+    num_tiles,
+    places_for,
+)
 from tileattn.backends.hopper.kvcache import as_packed, by_sequence, packed_inputs, ranking
 from tileattn.backends.hopper.launch import mode_of, plan_for
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
@@ -615,9 +621,14 @@ class Kernel:
         dlse: torch.Tensor,
         programs: int = 3,
         seed: int = 0,
+        share: int = 0,
     ) -> Gradients:
-        """The backend's backward of q, k and v, on this many programs in turn: the first takes all tiles."""
+        """The backend's backward of q, k and v, on this many programs in turn: the first takes all tiles. share: steps
+        of a range of the last round."""
         plan, mode = backward_plan_for(problem), backward_mode_of(problem)
+        if share:
+            assert mode.SPLIT
+            plan = plan._replace(sizes=(*plan.sizes[:3], share), shared=num_tiles(problem) % programs)
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
         places = rows_by_place(problem, plan, inputs)
         statistics, sums = prepare(problem, plan, places, forward, dout, dlse)
@@ -642,7 +653,9 @@ class Kernel:
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
-        dq = finish(problem, plan, places, inputs, sums)
+        of_tiles = sums[len(sums) - 2 * plan.shared * plan.tile.block_m * plan.tile.block_dim // 32 :]
+        dq = finish(problem, plan, places, inputs, sums[: len(sums) - len(of_tiles)])
+        finish_tiles(problem, plan, of_tiles, dk, dv)
         return Gradients(*(torch.from_numpy(x).to(problem.dtype) for x in (dq, dk, dv)))
 
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
@@ -688,17 +701,35 @@ def prepare(
     lse, delta = (x.masked_fill(places < 0, 0.0) for x in of_rows)
     lse = lse.masked_fill((places < 0) | (lse == float("-inf")), float("inf"))
     statistics = torch.stack([x * unit for x, unit in zip((lse, delta), plan.units, strict=True)], 2)
-    sums = np.zeros((heads * places.numel() * tile.block_dim // 32, 32), np.float32)
+    blocks = heads * len(places) + 2 * plan.shared
+    sums = np.zeros((blocks * tile.block_m * tile.block_dim // 32, 32), np.float32)
     return statistics.flatten().numpy(), sums
 
 
 def finish(problem: Problem, plan: BackwardPlan, places: torch.Tensor, inputs: Inputs, sums: np.ndarray) -> np.ndarray:
     """What finish_kernel makes of the sums, before it rounds."""
-    p, tile = problem, plan.tile
-    columns = min(64, tile.block_m * tile.block_dim // 128)
-    halves, parts = tile.block_m // 64, tile.block_dim // columns
-    blocks = sums.reshape(-1, halves, parts, columns // 8, 4, 8, 4, 2, 2).transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
-    rows = torch.from_numpy(blocks.reshape(p.num_heads, -1, tile.block_dim).copy())[:, places.view(-1) >= 0]
+    p = problem
+    rows = in_rows(plan, sums).unflatten(0, (p.num_heads, -1)).flatten(1, 2)[:, places.view(-1) >= 0]
     dq = torch.empty(inputs.q.shape)
     dq.view(-1, p.num_heads, p.head_dim)[places[places >= 0]] = rows.transpose(0, 1)[..., : p.head_dim] * p.scale
     return dq.numpy()
+
+
+def in_rows(plan: BackwardPlan, sums: np.ndarray) -> torch.Tensor:
+    """(blocks, block_m, block_dim)."""
+    tile = plan.tile
+    columns = min(64, tile.block_m * tile.block_dim // 128)
+    halves, parts = tile.block_m // 64, tile.block_dim // columns
+    blocks = sums.reshape(-1, halves, parts, columns // 8, 4, 8, 4, 2, 2).transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
+    return torch.from_numpy(blocks.reshape(-1, tile.block_m, tile.block_dim).copy())
+
+
+def finish_tiles(problem: Problem, plan: BackwardPlan, sums: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> None:
+    """What finish_kernel makes of the sums of tiles that programs share."""
+    p, block_n = problem, plan.tile.block_n
+    first = num_tiles(p) - plan.shared
+    for n, x in enumerate(in_rows(plan, sums)):
+        head, block = divmod(first + n // 2, -(-p.seqlen_k // block_n))
+        rows = slice(block * block_n, min((block + 1) * block_n, p.seqlen_k))
+        into, scale = (dk, p.scale) if n % 2 else (dv, 1.0)
+        into[head // p.num_heads, rows, head % p.num_heads] = x[: rows.stop - rows.start, : p.head_dim] * scale

@@ -196,6 +196,29 @@ def test_how_many_blocks_of_queries_the_diagonal_crosses(changes, masked):
     assert plan.mode.MASKED.value == masked
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "changes", "shared", "steps"),
+    [
+        (16384, {"batch": 1, "num_heads": 16}, 68, 66),  # 15.52 rounds of 132 programs
+        (4096, {"batch": 4, "num_heads": 16}, 68, 17),
+        (1024, {"batch": 16, "num_heads": 16}, 0, 8),  # 5 of 8 steps would be more than they save
+        (16384, {"batch": 1, "num_heads": 33}, 0, 128),  # no tiles left
+        (1024, {"batch": 1, "num_heads": 8}, 64, 4),
+        (128, {"batch": 1, "num_heads": 1}, 0, 1),
+        (4096, {"batch": 4, "num_heads": 16, "window_right": 0}, 0, 32),
+        (4096, {"batch": 4, "num_heads": 16, "deterministic": True}, 0, 32),
+        (4096, {"batch": 4, "num_heads": 16, "num_heads_k": 4}, 0, 32),
+        (4096, {"batch": 4, "num_heads": 16, "softcap": 3.0}, 0, 64),
+        (4096, {"batch": 4, "num_heads": 8, "head_dim": 256, "head_dim_v": 256}, 68, 33),
+        (4096, {"batch": 4, "num_heads": 8, "head_dim": 192}, 0, 64),
+    ],
+)
+def test_programs_share_the_tiles_of_the_last_round_where_that_saves_time(seqlen, changes, shared, steps):
+    same = {"num_heads_k": changes["num_heads"], "seqlen_q": seqlen, "seqlen_k": seqlen}
+    plan = backward_plan_for(dataclasses.replace(PLAIN, device=torch.device("cpu"), **{**same, **changes}))
+    assert (plan.shared, plan.sizes[3]) == (shared, steps)
+
+
 @pytest.mark.parametrize("plan_of", [plan_for, backward_plan_for])
 def test_a_window_of_any_width_fits_a_32_bit_argument(plan_of):
     plan = plan_of(dataclasses.replace(PLAIN, device=torch.device("cpu"), window_left=2**40, window_right=2**40))

@@ -25,7 +25,7 @@ KERNELS = {
     "128_causal": (128, 256, {"causal": True}, 2, 168),
     "128_unaligned": (128, 300, {"causal": True}, 2, 168),
     "128_window": (128, 256, {"window": (100, 30)}, 1, 128),
-    "256_full": (256, 256, {}, 2, 96),
+    "256_full": (256, 256, {}, 2, 112),
     "256_causal": (256, 256, {"causal": True}, 2, 208),
     "128_deterministic": (128, 256, {"causal": True, "deterministic": True}, 2, 168),
     "256_deterministic": (256, 256, {"causal": True, "deterministic": True}, 2, 208),
@@ -104,7 +104,7 @@ def test_all_warps_have_read_ds_before_dq_takes_its_place(options):
     ptx = compile_backward(*call_of(256, 256, 128, 128, torch.bfloat16, **options)).ptx
     events = re.findall(r"(w)gmma\.wait|(s)t\.shared(?:::cta)?\.v4|(b)ar\.sync\s+\d, 128;", ptx)
     events = "".join(map("".join, events))
-    stores = re.findall(r"ws[sb]{15,}", events)
+    stores = [x for x in re.findall(r"ws[sb]{15,}", events) if x.count("s") == 16]  # sums of dV and dK are 32
     assert len(stores) == 4  # of both warpgroups' steps, of which one hides scores
     assert all(re.match(r"ws{8}b+s{8}", x) for x in stores)
 

@@ -38,11 +38,13 @@ def test_statistics_are_padded_and_the_sums_start_at_zero(block_m, block_dim, he
     lse, dlse = torch.randn(2, batch, heads, seqlen_q)
     lse[0, 0, 3] = float("-inf")
     blocks = batch * heads * blocks_m
-    statistics, sums = torch.full((blocks, 2, block_m), torch.nan), torch.full((blocks, block_m * block_dim), torch.nan)
+    more = 2 * blocks + 3
+    statistics = torch.full((blocks, 2, block_m), torch.nan)
+    sums = torch.full((blocks + more, block_m * block_dim), torch.nan)
     turns = torch.full((blocks * 2,), 7, dtype=torch.int32)
     prepare_kernel[(blocks,)](
         out, dout, *[stride // 8 for stride in dout.stride()[:3]], lse, dlse, statistics, sums, turns,
-        None, batch, seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
+        more, None, batch, seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
     )  # fmt: skip
     found = statistics.view(heads, batch, blocks_m, 2, block_m).transpose(0, 1)
     found_lse, found_delta = found.movedim(3, 0).flatten(3)
@@ -66,10 +68,35 @@ def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
     columns = min(64, block_m * block_dim // 128)
     found = torch.full((batch, seqlen_q, heads, head_dim), torch.nan)
     finish_kernel[(batch * heads * blocks_m,)](
-        _as_sent(dq.transpose(0, 1), block_m, columns), found, None, batch, seqlen_q, heads, blocks_m, 0.5,
-        head_dim, block_dim, block_m,
+        _as_sent(dq.transpose(0, 1), block_m, columns), found, found, found, 1, 0, 0, None, batch, seqlen_q,
+        heads, blocks_m, 0.5, head_dim, block_dim, block_m,
     )  # fmt: skip
     assert torch.equal(found, 0.5 * dq[:, :, :seqlen_q, :head_dim].transpose(1, 2))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize(("block", "block_dim", "head_dim"), [(128, 64, 64), (128, 128, 96), (64, 256, 200)])
+def test_sums_of_the_last_tiles_come_behind_those_of_dq(block, block_dim, head_dim):
+    from tileattn.backends.hopper.backward_ends import finish_kernel
+
+    batch, heads, seqlen_q, seqlen_k, last = 2, 3, 70, 300, 7
+    columns, blocks_q, blocks_k = min(64, block * block_dim // 128), -(-seqlen_q // block), -(-seqlen_k // block)
+    dq = torch.randn(heads, batch, blocks_q * block, block_dim)
+    dk, dv = torch.randn(2, batch, heads, blocks_k, block, block_dim)
+    of_tiles = torch.stack([dv.flatten(0, 2), dk.flatten(0, 2)], 1)[-last:]
+    sums = torch.cat([_as_sent(x, block, columns).view(-1, 4) for x in (dq, of_tiles.flatten(0, 1)[None])])
+    found = [torch.full((batch, n, heads, head_dim), torch.nan) for n in (seqlen_q, seqlen_k, seqlen_k)]
+    tiles = batch * heads * blocks_k
+    finish_kernel[(heads * batch * blocks_q + 2 * last,)](
+        sums, *found, seqlen_k, tiles - last, 2 * last, None, batch, seqlen_q, heads, blocks_q, 0.5,
+        head_dim, block_dim, block,
+    )  # fmt: skip
+    assert torch.equal(found[0], 0.5 * dq[..., :seqlen_q, :head_dim].permute(1, 2, 0, 3))
+    shared = (torch.arange(tiles) >= tiles - last).view(batch, heads, blocks_k)
+    for x, sums_of, scale in zip(found[1:], (dk, dv), (0.5, 1.0), strict=True):
+        expected = (scale * sums_of).masked_fill(~shared[..., None, None], torch.nan)
+        expected = expected.flatten(2, 3)[:, :, :seqlen_k, :head_dim].transpose(1, 2)
+        assert torch.equal(x.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def _as_sent(dq, block_m, columns):
@@ -93,14 +120,16 @@ def test_packed_sequences_have_places_of_their_own(block_m, least):
     sizes = ends, len(LENGTHS), total, heads, least
     prepare_kernel[(heads * places,)](
         out, dout, 2**30, *[stride // 8 for stride in dout.stride()[:2]], lse, None, statistics, sums, None,
-        *sizes, 1.0, 1.0, dim, dim, dim, block_m,
+        0, *sizes, 1.0, 1.0, dim, dim, dim, block_m,
     )  # fmt: skip
     found_lse, found_delta = statistics.view(heads, places, 2, block_m).movedim(2, 0)
     delta = (out * dout).sum(-1).T
     dq = torch.randn(heads, places, block_m, dim)
     found = torch.full((total, heads, dim), torch.nan)
     columns = min(64, block_m * dim // 128)
-    finish_kernel[(heads * places,)](_as_sent(dq, block_m, columns), found, *sizes, 2.0, dim, dim, block_m)
+    finish_kernel[(heads * places,)](
+        _as_sent(dq, block_m, columns), found, found, found, 1, 0, 0, *sizes, 2.0, dim, dim, block_m
+    )
     taken = 0
     for sequence, length in enumerate(LENGTHS):
         rows, place = slice(ends[sequence], ends[sequence + 1]), int(ends[sequence]) // block_m + sequence * least

@@ -7,6 +7,7 @@ import torch
 from oracle import Case, build, check, check_call
 
 from tileattn.backends import hopper
+from tileattn.backends.hopper import backward_launch
 from tileattn.problem import Problem, Wanted
 
 pytestmark = [
@@ -73,6 +74,45 @@ def test_oracle_rule(name, dims, dtype):
     check_call(hopper, served(case))
 
 
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Two rounds and more at small sizes."""
+    monkeypatch.setattr(backward_launch, "_num_sms", lambda device: 13)
+    backward_launch.backward_plan_for.cache_clear()
+    yield
+    backward_launch.backward_plan_for.cache_clear()
+
+
+SHARED = {
+    "few_tiles": {"batch": 1, "seqlen_q": 2048, "seqlen_k": 1024, "num_heads": 1},
+    "one_tile": {"batch": 1, "seqlen_q": 5000, "seqlen_k": 50, "num_heads": 1},
+    "tails": {"batch": 3, "seqlen_q": 1333, "seqlen_k": 1111, "num_heads": 1},
+    "sharp": {"batch": 1, "seqlen_q": 2048, "seqlen_k": 1024, "num_heads": 1, "magnitude": 30.0},
+}
+
+
+@pytest.mark.parametrize(("dims", "dtype"), [x for x in KINDS if x[0][0] == x[0][1]], ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_programs_share_the_tiles_of_the_last_round(name, dims, dtype, few_programs):
+    case = Case(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype).but(**SHARED[name])
+    call = served(case.but(num_heads_k=case.num_heads))
+    assert backward_launch.backward_plan_for(call.problem).shared
+    check_call(hopper, call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_share_tiles_call_after_call(head_dim):
+    case = Case(batch=1, seqlen_q=4096, seqlen_k=2048, num_heads=9, num_heads_k=9, dtype=BF16)
+    call = served(case.but(head_dim=head_dim, head_dim_v=head_dim))
+    assert backward_launch.backward_plan_for(call.problem).shared
+    forward = hopper.forward(call.problem, call.inputs)
+    run = lambda: hopper.backward(call.problem, call.inputs, forward, call.dout, call.dlse, Wanted())  # noqa: E731
+    first = run()
+    for _ in range(100):
+        for x, expected in zip(run()[:3], first[:3], strict=True):
+            assert torch.allclose(x, expected, rtol=2**-7, atol=2**-8 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     "name",
@@ -118,9 +158,11 @@ def test_nothing_to_see_in_packed_sequences(lengths):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_no_extra_memory_but_dq_in_float32_and_two_statistics_a_row(head_dim, deterministic):
-    q, k, v, dout = (torch.randn(2, 4096, 2, head_dim, device="cuda", dtype=BF16) for _ in range(4))
+def test_no_extra_memory_but_dq_in_float32_and_two_statistics_a_row(head_dim, num_heads, deterministic):
+    """And, where programs share tiles, float32 sums of dK and dV of fewer tiles than there are programs."""
+    q, k, v, dout = (torch.randn(2, 4096, num_heads, head_dim, device="cuda", dtype=BF16) for _ in range(4))
     problem, inputs = Problem.of(q, k, v, deterministic=deterministic)
     forward = hopper.forward(problem, inputs)
     run = lambda: hopper.backward(problem, inputs, forward, dout, None, Wanted())  # noqa: E731
@@ -130,8 +172,11 @@ def test_no_extra_memory_but_dq_in_float32_and_two_statistics_a_row(head_dim, de
     before = torch.cuda.memory_allocated()
     gradients = run()
     extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients[:3])
-    rows, blocks_of_64 = 2 * 4096 * 2, 2 * 64 * 2
-    assert extra <= rows * (4 * head_dim + 2 * 4) + deterministic * blocks_of_64 * 2 * 4
+    rows, blocks_of_64 = 2 * 4096 * num_heads, 2 * 64 * num_heads
+    plan = backward_launch.backward_plan_for(problem)
+    shared = plan.shared * 2 * plan.tile.block_n * head_dim * 4
+    assert plan.shared < backward_launch._num_sms(q.device)
+    assert extra <= rows * (4 * head_dim + 2 * 4) + deterministic * blocks_of_64 * 2 * 4 + shared
 
 
 @pytest.mark.parametrize("missing", ["dout", "dlse"])

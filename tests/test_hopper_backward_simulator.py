@@ -4,12 +4,13 @@ import dataclasses
 import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from oracle import Call, Case, assert_rule, build, run_reference
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from hopper_simulator import Kernel, Machine, Scalar, _triton, expect_wrong
+from hopper_simulator import Kernel, Machine, Pointer, Scalar, _triton, expect_wrong
 
 from tileattn.backends.hopper.backward_launch import backward_mode_of, backward_plan_for
 from tileattn.problem import Forward, Problem
@@ -103,6 +104,45 @@ def test_deterministic_tiles_take_their_turns(name):
     expect_rule(Kernel(), call._replace(problem=problem))
 
 
+SHARED = {
+    "64": {"seqlen_q": 384, "seqlen_k": 600},
+    "128": {"seqlen_q": 384, "seqlen_k": 512, "head_dim": 128, "head_dim_v": 128, "batch": 2},
+    "96_one_tile": {
+        "seqlen_q": 600, "seqlen_k": 100, "num_heads": 1, "num_heads_k": 1, "head_dim": 96, "head_dim_v": 96,
+    },
+    "256": {"seqlen_q": 256, "seqlen_k": 250, "head_dim": 256, "head_dim_v": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("name", SHARED)
+def test_programs_share_the_tiles_of_the_last_round(name, share):
+    expect_rule(Kernel(), build(SMALL.but(**SHARED[name])), share=share)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_step_is_drawn_once_in_ranges_of_a_length(seed):
+    draw = random.Random(seed)
+    programs, tiles, blocks = draw.randint(1, 40), draw.randint(1, 100), draw.randint(1, 20)
+    share = draw.randint(1, blocks)
+    schedule = types.SimpleNamespace(**Kernel()._load("schedule", _triton(Machine(0), 0, programs)))
+    mode = types.SimpleNamespace(SPLIT=True, MASKED=0, BLOCK_M=128)
+    grid = types.SimpleNamespace(num_tiles=Scalar(tiles), seqlen_q=Scalar(blocks * 128), steps=Scalar(share))
+    counter, whole = np.zeros(1, int), tiles // programs * programs
+    steps = dict.fromkeys(range(tiles), 0)
+    for _ in range(programs):
+        tile, first, left = schedule.next_steps(Pointer(counter), Scalar(0), Scalar(0), grid, mode)
+        while tile < tiles:
+            assert first + left <= blocks if tile < whole else left <= share
+            assert steps[tile] == first  # they are drawn in order
+            work = schedule.part_of(schedule.Work(*[Scalar(blocks)] * 9), first, left)
+            assert work.end == blocks - first
+            steps[tile] += work.blocks
+            tile, first, left = schedule.next_steps(Pointer(counter), tile + 1, left - work.blocks, grid, mode)
+    assert set(steps.values()) == {blocks}
+    assert counter[0] == 0
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
     """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile."""
@@ -149,8 +189,8 @@ FAULTS = {
     "nobody waits for the values": ("backward", "            pipes.v.wait(entry)\n", "            pass\n"),
     "nobody releases the values": (
         "backward",
-        "            pipes.v.release(entry)\n            payload",
-        "            payload",
+        "            pipes.k.release(entry)\n            pipes.v.release(entry)\n",
+        "            pipes.k.release(entry)\n",
     ),
     "keys are overwritten without asking": (
         "pipeline",
@@ -242,11 +282,15 @@ TALL_FAULTS = {
         "    pass",
     ),
     "dS is written where dQ has not left": ("backward_steps", "    pipes.outboxes[half].wait(payload)", "    pass"),
-    "nobody releases the values": ("backward", "            pipes.v.release(entry)  # not before", "            #"),
+    "nobody releases the values": (
+        "backward",
+        "            pipes.v.release(entry)  # not before",
+        "            pass  #",
+    ),
     "values are released before dQ has left, so that a warpgroup may be two payloads ahead of the other's outbox": (
         "backward",
-        "            outbox.wait(i + entry)\n            pipes.v.release(entry)  # not before",
-        "            pipes.v.release(entry)\n            outbox.wait(i + entry)  #",
+        "        outbox.wait(payload)\n        if mode.TALL:\n            pipes.v.release(entry)  # not before",
+        "        if mode.TALL:\n            pipes.v.release(entry)\n        outbox.wait(payload)  #",
     ),
     "the parts of dQ are swapped": ("backward_steps", "left, right = halves(dq)", "right, left = halves(dq)"),
 }
@@ -261,6 +305,30 @@ PARTS_FAULTS = {
         "turn_of(block, work, grid, mode) - 1\n",
     ),
 }
+
+
+SHARED_FAULTS = {
+    "dV and dK of a part are stored": ("backward", "if mode.SPLIT and is_part(work, mode)", "if 0"),
+    "the rest of a range is left": ("schedule", "    elif left == 0:\n", "    else:\n"),
+    "a part begins where its tile does": ("schedule", "end = work.end - first", "end = work.end"),
+    "all sums are those of the first tile": ("schedule", "+ 2 * (tile - whole_tiles(grid))", ""),
+    "dK is sent before dV has left": (
+        "backward",
+        "send_dq(left, outbox, payload + 1)",
+        "send_dq(left, outbox, payload)",
+    ),
+    "a part has two payloads": (
+        "backward",
+        "        outbox.send()\n        left, right = halves(dk)\n        send_dq(left, outbox, payload + 1)\n",
+        "        left, right = halves(dk)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_a_planted_fault_is_caught_where_programs_share_tiles(fault):
+    case = SMALL.but(seqlen_q=384, seqlen_k=640, head_dim=128, head_dim_v=128, num_heads=1, num_heads_k=1)
+    expect_fault(SHARED_FAULTS[fault], case, share=2)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -284,13 +352,13 @@ def test_a_planted_fault_is_caught_where_parts_take_turns(fault):
     expect_fault(PARTS_FAULTS[fault], case, deterministic=True)
 
 
-def expect_fault(fault: tuple[str, str, str], case: Case, **options) -> None:
+def expect_fault(fault: tuple[str, str, str], case: Case, share: int = 0, **options) -> None:
     call = build(case)
     call = call._replace(problem=dataclasses.replace(call.problem, **options))
     exact = run_reference(call, torch.float64)
 
     def is_right(seed: int) -> bool:
-        found = differentiate(Kernel(fault), call, seed=seed)
+        found = differentiate(Kernel(fault), call, seed=seed, share=share)
         return all(torch.allclose(x.double(), exact[name], atol=0.05) for name, x in found.items())
 
     expect_wrong(is_right)

@@ -18,8 +18,11 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.backward_steps import (
     Pipes,
     Span,
+    halves,
+    keep_dq,
     keep_rows,
     rows_in,
+    send_dq,
     walk,
     wide_walk,
 )
@@ -36,10 +39,13 @@ from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, mak
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS, look_ahead, pass_turn, wait_for_turn
 from tileattn.backends.hopper.schedule import (
     coordinates,
-    draw_tile,
     first_place,
     grid_of_keys,
+    is_part,
     locate_keys,
+    next_steps,
+    part_of,
+    place_of_sums,
     sequence_of,
     turn_of,
 )
@@ -48,13 +54,15 @@ from tileattn.backends.hopper.schedule import (
 @gluon.jit
 def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode):
     """The loading warp: for every tile its keys and, last block first, its queries with their statistics, and dout."""
-    tile = draw_tile(counter_ptr, grid.num_tiles)
     sequence = grid.num_tiles * 0
     entry = grid.num_tiles * 0
     i = grid.num_tiles * 0
+    tile, step, left = next_steps(counter_ptr, i, i, grid, mode)
     while tile < grid.num_tiles:
         sequence = sequence_of(tile, sequence, table_ptr, grid, mode)
         work = locate_keys(tile, sequence, table_ptr, grid, mode)
+        if mode.SPLIT:
+            work = part_of(work, step, left)
         first = i
         pipes.queue.post(entry, work)
         pipes.k.fill(entry, k_desc, work.batch, work.first_k, work.row, work.seqlen_k, work.head, mode)
@@ -80,7 +88,7 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
                 pipes.dout.fill(i, dout_desc, work.batch, work.first_q, row, work.seqlen_q, head, mode)
                 i += 1
         entry += 1
-        tile = draw_tile(counter_ptr, grid.num_tiles)
+        tile, step, left = next_steps(counter_ptr, tile + 1, left - work.blocks, grid, mode)
     pipes.queue.close(entry)
     pipes.v.drain(entry)
     pipes.q.drain(i)
@@ -128,16 +136,32 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
                         outbox.release()
             if mode.DETERMINISTIC:
                 pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
-        outbox.receive()
-        store_rows(dv_desc, outbox.part(0), work, WARPGROUP, mode)
-        if not mode.TALL:
-            outbox.release()
+        if mode.SPLIT and is_part(work, mode):
+            carry_sums(WARPGROUP, outbox, dq_desc, work, grid, mode)
+        else:
             outbox.receive()
-        store_rows(dk_desc, outbox.part(1), work, WARPGROUP, mode)
-        outbox.release()
+            store_rows(dv_desc, outbox.part(0), work, WARPGROUP, mode)
+            if not mode.TALL:
+                outbox.release()
+                outbox.receive()
+            store_rows(dk_desc, outbox.part(1), work, WARPGROUP, mode)
+            outbox.release()
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)
+
+
+@gluon.jit
+def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
+    """Add what send_sums put into an outbox, to the sums of a tile that programs share."""
+    first = place_of_sums(work, grid, mode) * 2 + WARPGROUP
+    for n in gl.static_range(2 * mode.PARTS):
+        if not mode.TALL or n != 1:  # dV is one payload there
+            outbox.receive()
+        at = ((first + n // mode.PARTS * 2) * mode.PARTS + n % mode.PARTS) * dq_desc.block_type.shape[0]
+        tma_reduce_add(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
+        if not mode.TALL or n != 0:
+            outbox.release()
 
 
 @gluon.jit
@@ -215,23 +239,49 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
             pipes.v.wait(entry)
         for _ in range(grid.group):
             dk, dv, i = walk_up(dk, dv, i, entry, span, work, WARPGROUP, pipes, grid, scales, mode)
-        if mode.TALL:
-            outbox.wait(i + entry)
-            pipes.v.release(entry)  # not before, see tall_step
-            keep_rows(dv, outbox.part(0), dv_desc)
-        else:
+        if not mode.TALL:
             pipes.k.release(entry)
             pipes.v.release(entry)
-            payload = i * mode.PARTS + 2 * entry
-            outbox.wait(payload)
+        payload = i + entry if mode.TALL else i * mode.PARTS + 2 * entry
+        outbox.wait(payload)
+        if mode.TALL:
+            pipes.v.release(entry)  # not before, see tall_step
+        if mode.SPLIT and is_part(work, mode):
+            send_sums(dk, dv, payload, outbox, mode)
+        else:
             keep_rows(dv, outbox.part(0), dv_desc)
+            if not mode.TALL:
+                outbox.send()
+                outbox.wait(payload + 1)
+            keep_rows(dk * scales.scale, outbox.part(1), dk_desc)
             outbox.send()
-            outbox.wait(payload + 1)
-        keep_rows(dk * scales.scale, outbox.part(1), dk_desc)
-        outbox.send()
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)
+
+
+@gluon.jit
+def send_sums(dk, dv, payload, outbox, mode):
+    """dV and dK of a part of a tile, as dQ leaves, in payloads that are odd in number where a whole tile's are.
+
+    TALL: with both parts of dV in one. Those of dK, which leave with the next tile begun, are not in lent memory.
+    """
+    if mode.PARTS == 1:
+        keep_dq(dv, outbox.block)
+        outbox.send()
+        send_dq(dk, outbox, payload + 1)
+    else:
+        left, right = halves(dv)
+        keep_dq(left, outbox.part(0))
+        if not mode.TALL:
+            outbox.send()
+            payload += 1
+            outbox.wait(payload)
+        keep_dq(right, outbox.part(1))
+        outbox.send()
+        left, right = halves(dk)
+        send_dq(left, outbox, payload + 1)
+        send_dq(right, outbox, payload + 2)
 
 
 @gluon.jit
@@ -254,12 +304,12 @@ def make_turn():
 
 
 # Not specialised on: one kernel for all sizes. (Integers inside a tuple would be specialised on all the same.)
-@gluon.jit(do_not_specialize=["sequences", "left", "right", "section"])
+@gluon.jit(do_not_specialize=["sequences", "left", "right", "section", "steps"])
 def attention_backward(
     q_desc, k_desc, v_desc, dout_desc, statistics_desc, dq_desc, dk_desc, dv_desc, turns_ptr, counter_ptr, table_ptr,
-    sequences, left, right, section, scales, mode,
+    sequences, left, right, section, steps, scales, mode,
 ):  # fmt: skip
-    grid = grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, mode)
+    grid = grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, steps, mode)
     K_EMPTIED: gl.constexpr = mode.BARRIERS + (2 if mode.TALL else 1)
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.KEY_STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + 1

@@ -1,4 +1,4 @@
-"""What comes before and after the backward kernel, a block of queries a program: statistics, and dQ to its dtype."""
+"""What comes before and after the backward kernel, a block a program: statistics, and sums rounded to their dtype."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M: tl.constexpr):
-    """The block of rows that a program takes: its batch, head, place among the kernel's and rows, and where they end.
+def _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M: tl.constexpr):
+    """The block of rows that a program takes: its batch, head, place among all and rows, and where they end.
 
     blocks: that a sequence has. With cu_ptr sequences are packed (batch is 0, seqlen_q that of all) and have room for
     `blocks` more than full ones, as in schedule.first_place. Heads of a block are neighbours in memory, so programs
     that run at once take those. The last places come first: L2 still holds some of the sums that were added to last,
     for finish_kernel.
     """
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid = programs - 1 - pid
     head = pid % num_heads
     place = pid // num_heads
     if cu_ptr is None:
@@ -32,7 +32,7 @@ def _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M: tl.constexp
         end = tl.load(cu_ptr + sequence + 1)
         batch = place * 0
         start = begin + (place - begin // BLOCK_M - sequence * blocks) * BLOCK_M
-    places = tl.num_programs(0) // num_heads
+    places = programs // num_heads
     return batch, head, head.to(tl.int64) * places + place, start + tl.arange(0, BLOCK_M), end
 
 
@@ -47,6 +47,7 @@ def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
         "dout_batch",
         "dout_row",
         "dout_head",
+        "more_sums",
         "sequences",
         "seqlen_q",
         "num_heads",
@@ -57,16 +58,18 @@ def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
     do_not_specialize_on_alignment=["cu_ptr"],
 )
 def prepare_kernel(
-    out_ptr, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, turns_ptr,
-    cu_ptr, sequences, seqlen_q, num_heads, blocks, lse_unit, delta_unit,
+    out_ptr, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr,
+    more_sums, cu_ptr, sequences, seqlen_q, num_heads, blocks, lse_unit, delta_unit,
     DIM_V: tl.constexpr, BLOCK_DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """lse and delta = rowsum(dout * out) - dlse of a block, in the kernel's units; its dQ, and its turns, set to 0.
+    more_sums: blocks behind those of dQ, set to 0 as well.
 
     Rows that see nothing, and those past the end, get an lse of infinity: their probabilities are 0. Strides of dout
     count eight elements.
     """
-    batch, head, place, rows, end = _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    batch, head, place, rows, end = _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
     offs_m = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_DIM_V)
     inside = rows < end
@@ -84,26 +87,44 @@ def prepare_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + offs_m, lse * lse_unit)
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + BLOCK_M + offs_m, delta * delta_unit)
-    tl.store(dq_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM), 0.0)
+    of_sums = tl.arange(0, BLOCK_M * BLOCK_DIM)
+    tl.store(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + of_sums, 0.0)
+    for more in range(pid, more_sums, programs):
+        tl.store(sums_ptr + (programs + more).to(tl.int64) * (BLOCK_M * BLOCK_DIM) + of_sums, 0.0)
     if turns_ptr is not None:
         tl.store(turns_ptr + place * 2 + tl.arange(0, 2), 0)
 
 
 @triton.jit(
-    do_not_specialize=["sequences", "seqlen_q", "num_heads", "blocks"], do_not_specialize_on_alignment=["cu_ptr"]
+    do_not_specialize=["seqlen_k", "first_shared", "more_sums", "sequences", "seqlen_q", "num_heads", "blocks"],
+    do_not_specialize_on_alignment=["cu_ptr"],
 )
 def finish_kernel(
-    sums_ptr, dq_ptr, cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
+    sums_ptr, dq_ptr, dk_ptr, dv_ptr, seqlen_k, first_shared, more_sums,
+    cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded."""
-    batch, head, place, rows, end = _locate(cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
+    """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded. Behind those, more_sums of
+    them, come dV and dK of each tile from first_shared on."""
+    pid, programs = tl.program_id(0), tl.num_programs(0) - more_sums
+    if pid < programs:
+        batch, head, place, rows, end = _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
+        into_ptr, length = dq_ptr, seqlen_q
+    else:
+        tile = first_shared + (pid - programs) // 2
+        blocks_n = tl.cdiv(seqlen_k, BLOCK_M)
+        batch, head = tile // blocks_n // num_heads, tile // blocks_n % num_heads
+        place = pid.to(tl.int64)
+        rows, end = tile % blocks_n * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_k
+        into_ptr, length = dk_ptr, seqlen_k
+        if (pid - programs) % 2 == 0:
+            into_ptr, scale = dv_ptr, 1.0
     N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a part; the parts of 64 rows come together
     sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))
     sums = sums.reshape([BLOCK_M // 64, BLOCK_DIM // N, N // 8, 4, 8, 4, 2, 2]).permute((0, 3, 6, 4, 1, 2, 5, 7))
     columns = tl.arange(0, BLOCK_DIM)
     mask = (rows < end)[:, None] & (columns < DIM)[None, :]
     row_stride = num_heads * DIM
-    offsets = _offsets(row_stride.to(tl.int64) * seqlen_q, row_stride, DIM, batch, head, rows, columns)
-    dq = (sums.reshape([BLOCK_M, BLOCK_DIM]) * scale).to(dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + offsets, dq, mask)
+    offsets = _offsets(row_stride.to(tl.int64) * length, row_stride, DIM, batch, head, rows, columns)
+    x = (sums.reshape([BLOCK_M, BLOCK_DIM]) * scale).to(into_ptr.dtype.element_ty)
+    tl.store(into_ptr + offsets, x, mask)

@@ -77,16 +77,17 @@ BACKWARD_TILES = (
 class BackwardPlan(NamedTuple):
     """Everything of a launch but the tensors.
 
-    blocks, layouts: of the descriptors, in the order of attention_backward's arguments. sizes: left, right, section.
-    units: of lse and delta in the statistics. query_blocks: of queries, that a sequence has, or (packed) least_blocks.
-    kernels: lists that hold, once they are compiled, prepare_kernel without and with dlse, attention_backward,
-    finish_kernel and rank_sequences; plans that differ in sizes only share them.
+    blocks, layouts: of the descriptors, in the order of attention_backward's arguments. sizes: left, right, section,
+    steps. shared: tiles that programs share. units: of lse and delta in the statistics. query_blocks: of queries, that
+    a sequence has, or (packed) least_blocks. kernels: lists that hold, once they are compiled, prepare_kernel without
+    and with dlse, attention_backward, finish_kernel and rank_sequences; plans that differ in sizes only share them.
     """
 
     tile: BackwardTile
     blocks: tuple[list[int], ...]
     layouts: tuple[Any, ...]
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int, int]
+    shared: int
     scales: Scales
     units: tuple[float, float]
     query_blocks: int
@@ -123,6 +124,11 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         TAIL=(p.varlen or p.seqlen_k % tile.block_n != 0) and not (causal and p.window_right == 0),
         SOFTCAP=p.softcap != 0.0,
         DETERMINISTIC=p.deterministic,
+        # Bounded ones, longest first, end together as they are.
+        SPLIT=not (causal or left or p.varlen or p.deterministic)
+        and p.num_heads == p.num_heads_k
+        and p.head_dim == p.head_dim_v
+        and tile.block_m == tile.block_n,
     )
 
 
@@ -139,15 +145,18 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
     of = gl.NVMMASharedLayout.get_default_for
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     least = max(mode.MASKED, 1)
+    query_blocks = least if p.varlen else max(-(-p.seqlen_q // tile.block_m), least)
+    shared, steps = _last_round_of(p, query_blocks) if mode.SPLIT else (0, query_blocks)
     scale_log2 = p.scale * LOG2_E.value
     return BackwardPlan(
         tile,
         (*rows, statistics, dq, *halves),
         (*(of(block, element) for block in rows), flat, of(dq, gl.float32), *(of(block, element) for block in halves)),
-        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, _section_of(p)),
+        (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, _section_of(p), steps),
+        shared,
         Scales(p.scale, scale_log2, p.softcap * LOG2_E.value),
         (-1.0 / p.scale, -1.0) if mode.PRIMED else (LOG2_E.value, 1.0),
-        least if p.varlen else max(-(-p.seqlen_q // tile.block_m), least),
+        query_blocks,
         BackwardMode(*map(gl.constexpr, mode)),
         (*_kernels(p.device, p.dtype, p.head_dim, p.head_dim_v, tile, mode), _kernel(p.device)),
     )
@@ -158,11 +167,24 @@ def _kernels(*_compiled_for: Any) -> tuple[list[Any], ...]:
     return [], [], [], []
 
 
-def _num_tiles(problem: Problem, k: Tensor) -> int:
-    """At most: packed, every sequence may end in a block that is not full."""
+def num_tiles(problem: Problem, k: Tensor | None = None) -> int:
+    """Packed, at most: every sequence of k may end in a block that is not full."""
     p, block_n = problem, backward_tile_for(problem).block_n
-    blocks = k.shape[0] // block_n + p.batch if p.varlen else -(-p.seqlen_k // block_n) * p.batch
+    blocks = -(-p.seqlen_k // block_n) * p.batch if k is None else k.shape[0] // block_n + p.batch
     return blocks * p.num_heads_k
+
+
+def _last_round_of(problem: Problem, steps: int) -> tuple[int, int]:
+    """The tiles that are too few for all programs, and how many of their steps a program does, so that all end
+    together; none, and the steps of a tile, where that would save less than a hundredth.
+
+    What it costs, some three steps: most programs begin and end a tile more, and sums are set to 0, added and read.
+    """
+    programs = _num_sms(problem.device)
+    rounds, tiles = divmod(num_tiles(problem), programs)
+    share = -(-tiles * steps // programs)
+    saves = tiles > 0 and 100 * (steps - share - 3) >= (rounds + 1) * steps
+    return (tiles, share) if saves else (0, steps)
 
 
 def _section_of(problem: Problem) -> int:
@@ -184,7 +206,8 @@ def _section_of(problem: Problem) -> int:
 
 class Workspace(NamedTuple):
     """statistics: by (head, place of a block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in
-    the order of backward_steps.keep_dq. turns: of each half of a block, how many key blocks have added to it."""
+    the order of backward_steps.keep_dq, and behind them, of each tile that programs share, those of dV and dK. turns:
+    of each half of a block, how many key blocks have added to it."""
 
     statistics: Tensor
     dq: Tensor
@@ -200,9 +223,10 @@ def places_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> int:
 def workspace_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> Workspace:
     p, tile, device = problem, plan.tile, q.device
     blocks = p.num_heads * places_for(p, plan, q)
+    sums = blocks + 2 * plan.shared
     return Workspace(
         torch.empty(blocks * 2 * tile.block_m, dtype=torch.float32, device=device),
-        torch.empty(blocks * tile.block_m * tile.block_dim // 32, 32, dtype=torch.float32, device=device),
+        torch.empty(sums * tile.block_m * tile.block_dim // 32, 32, dtype=torch.float32, device=device),
         torch.empty(blocks * 2, dtype=torch.int32, device=device) if p.deterministic else None,
     )
 
@@ -266,7 +290,7 @@ def _differentiate(
 ) -> Gradients:
     """Gradients, by kernels that `run` is given as `_run` is."""
     p, group = problem, problem.group
-    if group > 1 and 4 * _num_tiles(p, inputs.k) < 3 * _num_sms(p.device):
+    if group > 1 and 4 * num_tiles(p, inputs.k) < 3 * _num_sms(p.device):
         # Too few key blocks for all multiprocessors: one for each head of queries, and their sums.
         k, v = (x.repeat_interleave(group, -2) for x in inputs[1:3])
         problem, inputs = dataclasses.replace(p, num_heads_k=p.num_heads), inputs._replace(k=k, v=v)
@@ -304,6 +328,7 @@ def _launch(
         _aligned(forward.lse),
         None if dlse is None else _aligned(dlse),
         *workspace,
+        2 * plan.shared,
         *sizes,
         *plan.units,
         p.head_dim_v,
@@ -312,9 +337,12 @@ def _launch(
         tile.block_m,
     )
     run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
-    run(attention_backward, plan.kernels[2], min(_num_sms(p.device), _num_tiles(p, inputs.k)), args, stream)
-    finish = (workspace.dq, dq, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
-    run(finish_kernel, plan.kernels[3], blocks, finish, stream)
+    tiles = num_tiles(p, inputs.k if p.varlen else None)
+    programs = _num_sms(p.device) if plan.shared else min(_num_sms(p.device), tiles)
+    run(attention_backward, plan.kernels[2], programs, args, stream)
+    shared = dk, dv, p.seqlen_k, tiles - plan.shared, 2 * plan.shared
+    finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
+    run(finish_kernel, plan.kernels[3], blocks + 2 * plan.shared, finish, stream)
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,

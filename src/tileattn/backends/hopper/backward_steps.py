@@ -45,6 +45,8 @@ class BackwardMode(NamedTuple):
     blocks of dq's descriptor that a warpgroup's half of dQ fills. BARRIERS: the first named barrier.
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
+    SPLIT: tiles of the last round may be shared by programs, see schedule.next_steps; heads are not grouped then, and
+    dK and dV of a tile are of a block of dQ's size.
     """
 
     BLOCK_M: Any
@@ -63,6 +65,7 @@ class BackwardMode(NamedTuple):
     TAIL: Any
     SOFTCAP: Any
     DETERMINISTIC: Any
+    SPLIT: Any
 
 
 class Scales(NamedTuple):

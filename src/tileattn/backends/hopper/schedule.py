@@ -329,7 +329,8 @@ def _make_counter(device: torch.device, made: Future[Tensor]) -> None:
 class KeyGrid(NamedTuple):
     """Sizes of a backward call, whose tiles are blocks of keys; as in Grid, but for:
 
-    section: queries, of all heads that are worked on together. places: blocks of queries of a head, in all sequences.
+    section: queries, of all heads that are worked on together. steps: of a range, see next_steps. places: blocks of
+    queries of a head, in all sequences.
     """
 
     num_heads: Any
@@ -340,6 +341,7 @@ class KeyGrid(NamedTuple):
     left: Any
     right: Any
     section: Any
+    steps: Any
     places: Any
     num_tiles: Any
 
@@ -356,19 +358,19 @@ def query_blocks(seqlen_q, mode):
 
 
 @gluon.jit
-def grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, mode):
+def grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, steps, mode):
     num_heads = q_desc.shape[-2]
     heads_k = k_desc.shape[-2]
     group = num_heads // heads_k
     if mode.VARLEN:
         places = (q_desc.shape[0] - 1) // mode.BLOCK_M + sequences * least_blocks(mode)
         return KeyGrid(num_heads, group, q_desc.shape[0] - 1, k_desc.shape[0] - 1, sequences, left, right, section,
-                       places, gl.load(table_ptr + sequences))  # fmt: skip
+                       steps, places, gl.load(table_ptr + sequences))  # fmt: skip
     else:
         places = sequences * query_blocks(q_desc.shape[1], mode)
         blocks_n = (k_desc.shape[1] + mode.BLOCK_N - 1) // mode.BLOCK_N
         return KeyGrid(num_heads, group, q_desc.shape[1], k_desc.shape[1], sequences, left, right, section,
-                       places, sequences * heads_k * blocks_n)  # fmt: skip
+                       steps, places, sequences * heads_k * blocks_n)  # fmt: skip
 
 
 @gluon.jit
@@ -433,6 +435,57 @@ def draw_tile(counter_ptr, num_tiles):
     taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     gl.store(counter_ptr, 0, mask=taken == num_tiles + gl.num_programs(0) - 1)
     return taken
+
+
+@gluon.jit
+def whole_tiles(grid):
+    """SPLIT: tiles that are handed out whole, as many rounds of all programs as they fill."""
+    return grid.num_tiles // gl.num_programs(0) * gl.num_programs(0)
+
+
+@gluon.jit
+def next_steps(counter_ptr, tile, left, grid, mode):
+    """What a program does next, and where in it: the tile, the step that it begins with, and how many steps are left of
+    what was drawn, the first of them in this tile. `tile` comes next if any are left.
+
+    SPLIT: the tiles of the last round, which are too few for all programs, are handed out in ranges of grid.steps of
+    their steps, one after the other. So a range has the end of one tile, the beginning of the next, or both.
+    """
+    first = tile * 0
+    if not mode.SPLIT:
+        tile = draw_tile(counter_ptr, grid.num_tiles)
+    elif left == 0:
+        blocks = query_blocks(grid.seqlen_q, mode)
+        whole = whole_tiles(grid)
+        all_steps = (grid.num_tiles - whole) * blocks
+        draw = draw_tile(counter_ptr, whole + (all_steps + grid.steps - 1) // grid.steps)
+        begin = gl.maximum(draw - whole, 0) * grid.steps
+        tile = gl.minimum(draw, whole) + begin // blocks
+        first = begin % blocks
+        left = gl.where(draw < whole, blocks, gl.minimum(grid.steps, all_steps - begin))
+    return tile, first, left
+
+
+@gluon.jit
+def part_of(work, first, left):
+    """The steps of a tile from `first` on, `left` or until its end."""
+    end = work.end - first
+    return Work(work.batch, work.head, work.row, end, gl.minimum(end, left), work.seqlen_q, work.seqlen_k,
+                work.first_q, work.first_k)  # fmt: skip
+
+
+@gluon.jit
+def is_part(work, mode):
+    """SPLIT: whether another program has the rest of this tile's steps."""
+    return work.blocks < query_blocks(work.seqlen_q, mode)
+
+
+@gluon.jit
+def place_of_sums(work, grid, mode):
+    """SPLIT: where dV and dK of a tile are summed: two blocks, tile after tile, behind those of dQ."""
+    blocks_n = (work.seqlen_k + mode.BLOCK_N - 1) // mode.BLOCK_N
+    tile = (work.batch * grid.num_heads + work.head) * blocks_n + work.row // mode.BLOCK_N
+    return grid.num_heads * grid.places + 2 * (tile - whole_tiles(grid))
 
 
 @gluon.jit
