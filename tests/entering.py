@@ -86,9 +86,17 @@ class Recorder:
         self.compared += 1
         self.repeated += before is not None
 
-    def compare_runner(self, kernel: Any, runners: list[Any], programs: int, args: Any, stream: int) -> None:
+    def compare_runner(
+        self,
+        kernel: Any,
+        runners: list[Any],
+        programs: int,
+        args: Any,
+        stream: int,
+        options: Any = hopper_launch.OPTIONS,
+    ) -> None:
         """In place of the Hopper backend's _run."""
-        compiled = kernel.run(*args, grid=(programs,), warmup=True, num_warps=4)
+        compiled = kernel.run(*args, grid=(programs,), warmup=True, **options)
         self.expect(compiled)
         compiled[(programs, 1, 1)](*args, stream=stream)
         self.fresh = self.noted()

@@ -17,7 +17,7 @@ from tileattn.backends.entry import TRITON
 from tileattn.backends.hopper.backward import attention_backward
 from tileattn.backends.hopper.backward_launch import backward_arguments, backward_plan_for, workspace_for
 from tileattn.backends.hopper.forward import attention_forward
-from tileattn.backends.hopper.launch import arguments, plan_for
+from tileattn.backends.hopper.launch import OPTIONS, arguments, plan_for
 from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_cached, rank_sequences
 from tileattn.problem import Inputs, Problem
 
@@ -92,7 +92,8 @@ def compile_backward(problem: Problem, inputs: Inputs) -> Compiled:
     dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in inputs[1:3])
     workspace = workspace_for(problem, plan, inputs.q)
     table = torch.zeros(TABLE_FIELDS, problem.batch + 1, dtype=torch.int32) if problem.varlen else None
-    return _compile(attention_backward, *backward_arguments(plan, inputs, dout, workspace, dk, dv, counter, table))
+    args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter, table)
+    return _compile(attention_backward, *args, options=plan.tile.options)
 
 
 def compile_ranking() -> Compiled:
@@ -106,11 +107,11 @@ def compile_cached_ranking(lengths: bool, pages: bool, leftpad: bool, dtype: tor
     return _compile(rank_cached, *tensors, table, 7, 2, 128, 70, 1, 0, 70, 400, 450, 9)
 
 
-def _compile(function: Any, *args: Any) -> Compiled:
+def _compile(function: Any, *args: Any, options: dict[str, Any] = OPTIONS) -> Compiled:
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(CompileDriver())
     try:
-        kernel = function.warmup(*args, grid=(1,), num_warps=4)
+        kernel = function.warmup(*args, grid=(1,), **options)
     finally:
         triton.runtime.driver._active = before
     ptx = kernel.asm["ptx"]

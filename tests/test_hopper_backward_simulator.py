@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+import re
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from oracle import Call, Case, assert_rule, build, run_reference
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
 from hopper_simulator import Kernel, Machine, Pointer, Scalar, _triton, expect_wrong
 
+from tileattn.backends.hopper import backward_launch
 from tileattn.backends.hopper.backward_launch import backward_mode_of, backward_plan_for
 from tileattn.problem import Forward, Problem
 from tileattn.reference import standard_attention
@@ -184,7 +187,7 @@ FAULTS = {
         "    fence_async_shared()\n    barrier_sync(",
         "    pipes.dout.release(i)\n    barrier_sync(",
     ),
-    "nobody waits for dout": ("backward_steps", "        pipes.dout.wait(i)\n", ""),
+    "nobody waits for dout": ("backward_steps", "    pipes.dout.wait(i)\n", ""),
     "nobody waits for the queries": ("backward_steps", "    pipes.q.wait(i)\n", ""),
     "nobody waits for the values": ("backward", "            pipes.v.wait(entry)\n", "            pass\n"),
     "nobody releases the values": (
@@ -219,11 +222,53 @@ FAULTS = {
     "an outbox is given back while it is carried": ("pipeline", "        store_wait(PENDING)\n", ""),
     "the halves of dQ are swapped": (
         "backward",
-        "grid, mode) * 2 + WARPGROUP",
-        "grid, mode) * 2 + 1 - WARPGROUP",
+        "grid, mode) * mode.WARPGROUPS + WARPGROUP",
+        "grid, mode) * mode.WARPGROUPS + 1 - WARPGROUP",
     ),
     "dV is stored as dK": ("backward", "store_rows(dv_desc,", "store_rows(dk_desc,"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
+}
+
+
+ALONE = Path(backward_launch.__file__).with_name("backward_alone.py").read_text()
+BEFORE_QUERIES_ARE_RELEASED = re.search(r"fence_async_shared\(\)(\n.*?)    pipes\.q\.release", ALONE, re.DOTALL)[1]
+ALONE_FAULTS = {
+    "queries are released before the product has read them": (
+        "backward_alone",
+        f"    fence_async_shared(){BEFORE_QUERIES_ARE_RELEASED}    pipes.q.release(i)\n",
+        f"    pipes.q.release(i)\n    fence_async_shared(){BEFORE_QUERIES_ARE_RELEASED}",
+    ),
+    "nobody waits for dout": ("backward_alone", "    pipes.dout.wait(i)\n", ""),
+    "nobody waits for the queries": ("backward_alone", "    pipes.q.wait(i)\n", ""),
+    "nobody waits for the values": ("backward_alone", "        pipes.v.wait(entry)\n", ""),
+    "S of the next block is that of this one": ("backward_alone", "start_scores(then,", "start_scores(i,"),
+    "S of the next block is read while in flight": (
+        "backward_alone",
+        "    s0 = warpgroup_mma_wait(0, deps=(s0,))",
+        "    s0 = warpgroup_mma_wait(1, deps=(s0,))",
+    ),
+    "lse of the next block is that of this one": ("backward_alone", "statistics_of(then,", "statistics_of(i,"),
+    "S of the second half is read while in flight": (
+        "backward_alone",
+        "warpgroup_mma_wait(1, deps=(s1,))",
+        "warpgroup_mma_wait(2, deps=(s1,))",
+    ),
+    "dP is read while in flight": (
+        "backward_alone",
+        "warpgroup_mma_wait(1, deps=(dv0, dp0))",
+        "warpgroup_mma_wait(2, deps=(dv0, dp0))",
+    ),
+    "dQ is read while in flight": (
+        "backward_alone",
+        "warpgroup_mma_wait(0, deps=(dk1, dq))",
+        "warpgroup_mma_wait(1, deps=(dk1, dq))",
+    ),
+    "dQ is written where the one before has not left": (
+        "backward_alone",
+        "    outbox.wait(i + 2 * entry)\n    dk0",
+        "    dk0",
+    ),
+    "the halves of dV are swapped": ("backward_alone", "dv[half]", "dv[1 - half]"),
 }
 
 
@@ -333,7 +378,12 @@ def test_a_planted_fault_is_caught_where_programs_share_tiles(fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
-    expect_fault(FAULTS[fault], SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
+    expect_fault(FAULTS[fault], SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3, softcap=3.0))
+
+
+@pytest.mark.parametrize("fault", ALONE_FAULTS)
+def test_a_planted_fault_is_caught_at_head_dim_64(fault):
+    expect_fault(ALONE_FAULTS[fault], SMALL.but(seqlen_q=512, seqlen_k=512, num_heads=3, num_heads_k=3))
 
 
 @pytest.mark.parametrize("fault", TALL_FAULTS)

@@ -38,7 +38,7 @@ class Launches:
     def __init__(self):
         self.compiled_for, self.lists = {}, []
 
-    def run(self, kernel, kept, programs, args, stream):
+    def run(self, kernel, kept, programs, args, stream, options=launch.OPTIONS):
         *_, binder = kernel.create_binder()
         _, specialised, _ = binder(*args)
         self.lists.append(kept)  # which keeps its id
@@ -86,7 +86,7 @@ def test_a_kept_kernel_is_the_one_that_triton_would_compile_for_other_sizes(name
 
 @pytest.mark.parametrize("name", [*CALLS, "packed"])
 def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypatch):
-    def note(kernel, programs, args):
+    def note(kernel, programs, args, options):
         launches.run(kernel, [], programs, args, 0)
 
     def by_kernel():

@@ -1,6 +1,7 @@
 """FlashAttention backward for Hopper: one warp loads, two warpgroups multiply, two warps carry dQ away.
 
 A program takes blocks of 128 keys; each warpgroup holds 64 of them, with their dK and dV, and walks up the queries.
+(Up to head_dim 64 there is one warpgroup with all of them, and two programs share a multiprocessor.)
 Of a block of queries, transposed so that P and dS stay in the registers that the next products read them from:
 
     S^T = K Q^T;  P^T = exp(S^T - lse);  dP^T = V dO^T;  dS^T = P^T (dP^T - delta)
@@ -10,11 +11,14 @@ dS goes through shared memory for the last, of which each warpgroup computes one
 dQ in global memory; the bulk-copy engine does that addition. backward_ends.py makes lse and delta ready and rounds dQ.
 """
 
+# ruff: noqa: RET505 (a return under a constexpr condition needs its else)
+
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tileattn.backends.hopper.backward_alone import differentiate_alone
 from tileattn.backends.hopper.backward_steps import (
     Pipes,
     Span,
@@ -35,7 +39,7 @@ from tileattn.backends.hopper.gluon_names import (
     tma_reduce_add,
     tma_store,
 )
-from tileattn.backends.hopper.pipeline import WARP, WARPGROUPS, make_outbox, make_queue, make_ring
+from tileattn.backends.hopper.pipeline import WARP, WARPGROUP_THREADS, make_outbox, make_queue, make_ring
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS, look_ahead, pass_turn, wait_for_turn
 from tileattn.backends.hopper.schedule import (
     coordinates,
@@ -104,7 +108,7 @@ def pass_turn_before(block, turns_ptr, work, grid, mode):
     """
     before = block + 1
     if before < work.end:
-        pass_turn(turns_ptr + before * 2, turn_of(before, work, grid, mode) + 1, 1)
+        pass_turn(turns_ptr + before * mode.WARPGROUPS, turn_of(before, work, grid, mode) + 1, 1)
 
 
 @gluon.jit
@@ -120,9 +124,9 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
         pipes.k.release(entry)
         last = work.end - work.blocks
         for member in range(grid.group):
-            first = first_place(work, work.head * grid.group + member, grid, mode) * 2 + WARPGROUP
+            first = first_place(work, work.head * grid.group + member, grid, mode) * mode.WARPGROUPS + WARPGROUP
             for block in range(work.end - 1, last - 1, -1):
-                half = first + block * 2
+                half = first + block * mode.WARPGROUPS
                 if mode.DETERMINISTIC:
                     wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode))
                 for part in gl.static_range(mode.PARTS):
@@ -135,7 +139,7 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
                     if part + 1 == mode.PARTS or mode.WIDE:
                         outbox.release()
             if mode.DETERMINISTIC:
-                pass_turn(turns_ptr + (first + last * 2), turn_of(last, work, grid, mode) + 1, 0)
+                pass_turn(turns_ptr + (first + last * mode.WARPGROUPS), turn_of(last, work, grid, mode) + 1, 0)
         if mode.SPLIT and is_part(work, mode):
             carry_sums(WARPGROUP, outbox, dq_desc, work, grid, mode)
         else:
@@ -217,7 +221,8 @@ def store_rows(desc, block, work, WARPGROUP: gl.constexpr, mode):
         column = WARPGROUP * desc.block_type.shape[-1]
     else:
         row += WARPGROUP * ROWS
-    at = coordinates(work.batch, work.first_k, row, work.seqlen_k, work.head, column, ROWS, mode)
+    rows: gl.constexpr = desc.block_type.shape[-3]
+    at = coordinates(work.batch, work.first_k, row, work.seqlen_k, work.head, column, rows, mode)
     tma_store(desc, at, rows_in(block, desc))
 
 
@@ -285,7 +290,7 @@ def send_sums(dk, dv, payload, outbox, mode):
 
 
 @gluon.jit
-def make_exchange(dtype: gl.constexpr, BLOCKS: gl.constexpr, QUERIES: gl.constexpr, mode):
+def make_ds(dtype: gl.constexpr, BLOCKS: gl.constexpr, QUERIES: gl.constexpr, mode):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([mode.BLOCK_N, QUERIES], dtype)
     return gl.allocate_shared_memory(dtype, [BLOCKS, mode.BLOCK_N, QUERIES], layout)
 
@@ -294,6 +299,24 @@ def make_exchange(dtype: gl.constexpr, BLOCKS: gl.constexpr, QUERIES: gl.constex
 def first_block(memory, desc):
     """Shared memory of one block of desc's size, as that."""
     return reinterpret(memory, desc.dtype, [1] + desc.block_type.shape, desc.layout).index(0)  # noqa: RUF005
+
+
+@gluon.jit
+def make_exchange(dtype: gl.constexpr, dq_desc, FILLED: gl.constexpr, mode):
+    """Memory for dS (see Pipes), and the outboxes."""
+    if mode.WARPGROUPS == 1:
+        return make_ds(dtype, 1, mode.BLOCK_M, mode), (make_outbox(dq_desc, FILLED),)
+    elif mode.TALL:
+        # An outbox is lent the half of dS that its warpgroup is the last to read.
+        left = make_ds(dtype, 1, ROWS, mode)
+        right = make_ds(dtype, 1, ROWS, mode)
+        return (left, right), (
+            make_outbox(dq_desc, FILLED, first_block(left, dq_desc)),
+            make_outbox(dq_desc, FILLED + 1, first_block(right, dq_desc)),
+        )
+    else:
+        ds = make_ds(dtype, 4 if mode.WIDE else 2, mode.BLOCK_M, mode)  # WIDE: P and dS
+        return ds, (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1))
 
 
 @gluon.jit
@@ -316,40 +339,41 @@ def attention_backward(
     DOUT_EMPTIED: gl.constexpr = Q_EMPTIED + 2
     FILLED: gl.constexpr = DOUT_EMPTIED + mode.DOUT_STAGES
     gl.static_assert(FILLED + 2 <= NAMED_BARRIERS, "more named barriers than there are")
-    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, WARPGROUPS + 2 * WARP)
-    if mode.TALL:
-        # An outbox is lent the half of dS that its warpgroup is the last to read.
-        left_ds = make_exchange(q_desc.dtype, 1, ROWS, mode)
-        right_ds = make_exchange(q_desc.dtype, 1, ROWS, mode)
-        ds = (left_ds, right_ds)
-        outboxes = (
-            make_outbox(dq_desc, FILLED, first_block(left_ds, dq_desc)),
-            make_outbox(dq_desc, FILLED + 1, first_block(right_ds, dq_desc)),
-        )
-    else:
-        ds = make_exchange(q_desc.dtype, 4 if mode.WIDE else 2, mode.BLOCK_M, mode)  # WIDE: P and dS
-        outboxes = (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1))
+    READERS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
+    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, READERS + mode.WARPGROUPS * WARP)
+    ds, outboxes = make_exchange(q_desc.dtype, dq_desc, FILLED, mode)
     pipes = Pipes(
         make_queue(keys, mode),
         keys,
-        make_ring(v_desc, 1, 1, 1, V_EMPTIED),
-        make_ring(q_desc, 2, 1, 1, Q_EMPTIED),
-        make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED),
+        make_ring(v_desc, 1, 1, 1, V_EMPTIED, READERS),
+        make_ring(q_desc, 2, 1, 1, Q_EMPTIED, READERS),
+        make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED, READERS),
         gl.allocate_shared_memory(gl.float32, [2, 2 * mode.BLOCK_M], statistics_desc.layout),
         ds,
         outboxes,
-        make_turn() if mode.PRIMED else None,
+        make_turn() if mode.TALL else None,
     )
     BY_PART: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
-            (differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
-            (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
-            (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
-            (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
-        ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )
+    if mode.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (differentiate_alone, (pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
+                (carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
+                (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )

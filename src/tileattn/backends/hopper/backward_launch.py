@@ -19,6 +19,7 @@ from tileattn.backends.hopper.backward_steps import BackwardMode, Scales
 from tileattn.backends.hopper.forward import ROWS
 from tileattn.backends.hopper.launch import (
     ELEMENT,
+    OPTIONS,
     UNLIMITED,
     _aligned,
     _Descriptor,
@@ -37,8 +38,6 @@ from tileattn.backends.hopper.schedule import counter_for
 from tileattn.backends.hopper.softmax import LOG2_E
 from tileattn.problem import Forward, Gradients, Inputs, Problem, Wanted, aligned_strides
 
-FIRST_BARRIER = first_barrier(5)  # partitions
-
 
 class BackwardTile(NamedTuple):
     """block_dim, block_dim_v: the head dims that shared memory is laid out for; smaller ones are padded there. See
@@ -49,25 +48,34 @@ class BackwardTile(NamedTuple):
     block_m: int
     key_stages: int
     dout_stages: int = 2
-    primed: bool = False
     tall: bool = False
     wide: bool = False
+    alone: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        return 1 if self.alone else 2
 
     @property
     def parts(self) -> int:
-        """Blocks of 16 KiB that a warpgroup's half of a block of dQ fills."""
-        return max(self.block_m * self.block_dim // 8192, 1)
+        """Blocks of 16 KiB that a warpgroup's part of a block of dQ fills."""
+        return max(self.block_m * self.block_dim // (4096 * self.warpgroups), 1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Two programs of one warpgroup, 256 threads each, share a multiprocessor's 65,536 registers."""
+        return OPTIONS | {"maxnreg": 128} if self.alone else OPTIONS
 
     @property
     def block_n(self) -> int:
         return ROWS.value if self.wide else 2 * ROWS.value
 
 
-# The first that holds a problem's head dims, and is not primed where softcap comes in between, serves it.
+# The first that holds a problem's head dims serves it; those that are tall or alone have no registers for softcap.
 BACKWARD_TILES = (
-    BackwardTile(64, 64, block_m=128, key_stages=2, primed=True),
+    BackwardTile(64, 64, block_m=64, key_stages=1, alone=True),
     BackwardTile(64, 64, block_m=64, key_stages=2),
-    BackwardTile(128, 128, block_m=128, key_stages=1, dout_stages=1, primed=True, tall=True),
+    BackwardTile(128, 128, block_m=128, key_stages=1, dout_stages=1, tall=True),
     BackwardTile(128, 128, block_m=64, key_stages=2),
     BackwardTile(256, 128, block_m=64, key_stages=1, wide=True),
     BackwardTile(256, 256, block_m=64, key_stages=1, dout_stages=1, wide=True),
@@ -98,7 +106,7 @@ class BackwardPlan(NamedTuple):
 def backward_tile_for(problem: Problem) -> BackwardTile:
     p = problem
     fits = (t for t in BACKWARD_TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v)
-    return next(t for t in fits if not (t.primed and p.softcap))
+    return next(t for t in fits if not (p.softcap and (t.tall or t.alone)))
 
 
 def backward_mode_of(problem: Problem) -> BackwardMode:
@@ -107,15 +115,15 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
     before_diagonal = (p.seqlen_q - p.seqlen_k - p.window_right - 1) % tile.block_m
     aligned = not p.varlen and before_diagonal in (0, tile.block_m - 1)
     return BackwardMode(
+        WARPGROUPS=tile.warpgroups,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         KEY_STAGES=tile.key_stages,
         DOUT_STAGES=tile.dout_stages,
-        PRIMED=tile.primed,
         TALL=tile.tall,
         WIDE=tile.wide,
         PARTS=tile.parts,
-        BARRIERS=FIRST_BARRIER,
+        BARRIERS=first_barrier(1 + 2 * tile.warpgroups),  # partitions
         VARLEN=p.varlen,
         CAUSAL=causal,
         LEFT=left,
@@ -140,8 +148,9 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
     dims = (tile.block_dim, tile.block_dim, tile.block_dim_v, tile.block_dim_v)
     one = [1, 1] if p.varlen else [1]
     rows = [[*one, n, 1, dim] for n, dim in zip(sides, dims, strict=True)]
-    halves = [[*one, ROWS.value, 1, dim // (2 if tile.wide else 1)] for dim in (tile.block_dim, tile.block_dim_v)]
-    statistics, dq = [2 * tile.block_m], [tile.block_m * tile.block_dim // (64 * tile.parts), 32]
+    stored = ROWS.value * (2 if tile.alone else 1)
+    halves = [[*one, stored, 1, dim // (2 if tile.wide else 1)] for dim in (tile.block_dim, tile.block_dim_v)]
+    statistics, dq = [2 * tile.block_m], [tile.block_m * tile.block_dim // (32 * tile.warpgroups * tile.parts), 32]
     of = gl.NVMMASharedLayout.get_default_for
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     least = max(mode.MASKED, 1)
@@ -155,7 +164,7 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
         (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, _section_of(p), steps),
         shared,
         Scales(p.scale, scale_log2, p.softcap * LOG2_E.value),
-        (-1.0 / p.scale, -1.0) if mode.PRIMED else (LOG2_E.value, 1.0),
+        (-1.0 / p.scale, -1.0) if tile.tall else (LOG2_E.value, 1.0),
         query_blocks,
         BackwardMode(*map(gl.constexpr, mode)),
         (*_kernels(p.device, p.dtype, p.head_dim, p.head_dim_v, tile, mode), _kernel(p.device)),
@@ -272,9 +281,16 @@ def backward(
 def anticipate(
     problem: Problem, inputs: Inputs, forward: Forward, dout: Tensor | None, dlse: Tensor | None, wanted: Wanted
 ) -> None:
-    def begin(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...], stream: int) -> None:
+    def begin(
+        kernel: Any,
+        compiled: list[Any],
+        programs: int,
+        args: tuple[Any, ...],
+        stream: int,
+        options: dict[str, Any] = OPTIONS,
+    ) -> None:
         if not compiled:
-            ahead.begin(problem.device, functools.partial(compile_only, kernel, programs, args))
+            ahead.begin(problem.device, functools.partial(compile_only, kernel, programs, args, options))
 
     _differentiate(problem, inputs, forward, dout, dlse, wanted, begin)
 
@@ -338,8 +354,9 @@ def _launch(
     )
     run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
     tiles = num_tiles(p, inputs.k if p.varlen else None)
-    programs = _num_sms(p.device) if plan.shared else min(_num_sms(p.device), tiles)
-    run(attention_backward, plan.kernels[2], programs, args, stream)
+    programs = _num_sms(p.device) * (2 if tile.alone else 1)
+    programs = programs if plan.shared else min(programs, tiles)
+    run(attention_backward, plan.kernels[2], programs, args, stream, tile.options)
     shared = dk, dv, p.seqlen_k, tiles - plan.shared, 2 * plan.shared
     finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
     run(finish_kernel, plan.kernels[3], blocks + 2 * plan.shared, finish, stream)

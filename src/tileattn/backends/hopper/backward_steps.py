@@ -1,7 +1,7 @@
 """What a warpgroup of the backward kernel does with a block of queries: three steps.
 
-`step` is the plain one, of 128 queries at head dims up to 64, of 64 queries up to 128 with softcap. `tall_step` makes
-room for 128 queries at head dims up to 128, `wide_step` for head dims up to 256.
+`step` is the plain one, of 64 queries, for softcap at head dims up to 128. `tall_step` makes room for 128 queries at
+head dims up to 128, `wide_step` for head dims up to 256.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ LATE_DK = gl.constexpr(TRITON >= (3, 9))
 class BackwardMode(NamedTuple):
     """What a kernel is compiled for, every field a constexpr.
 
-    KEY_STAGES, DOUT_STAGES: blocks of keys and of dout in flight (of queries: 2). PRIMED: lse and
-    delta are where the products S and dP start from, which saves registers. TALL, WIDE: the step that is taken. PARTS:
-    blocks of dq's descriptor that a warpgroup's half of dQ fills. BARRIERS: the first named barrier.
+    WARPGROUPS: 1: see backward_alone.py. KEY_STAGES, DOUT_STAGES: blocks of keys and of dout in flight (of queries: 2).
+    TALL, WIDE: the step that is taken. PARTS: blocks of dq's descriptor that a warpgroup's part of dQ, a half or all,
+    fills. BARRIERS: the first named barrier.
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
     SPLIT: tiles of the last round may be shared by programs, see schedule.next_steps; heads are not grouped then, and
     dK and dV of a tile are of a block of dQ's size.
     """
 
+    WARPGROUPS: Any
     BLOCK_M: Any
     BLOCK_N: Any
     KEY_STAGES: Any
     DOUT_STAGES: Any
-    PRIMED: Any
     TALL: Any
     WIDE: Any
     PARTS: Any
@@ -81,7 +81,7 @@ class Pipes(NamedTuple):
 
     queue: of tiles, whose ring is k. statistics: lse and delta of a block of queries, [2, 2 * BLOCK_M], on the
     mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; WIDE: P^T and dS^T, [4, BLOCK_N, BLOCK_M]; TALL:
-    two of [1, BLOCK_N, 64], by halves of the queries. outboxes: of the warpgroups. turn: PRIMED: the mbarrier by which
+    two of [1, BLOCK_N, 64], by halves of the queries. outboxes: of the warpgroups. turn: TALL: the mbarrier by which
     the first warpgroup passes the matrix units on (one that nobody waits for is dead to Triton, which gives its memory
     away; the hardware still writes there).
     """
@@ -112,9 +112,10 @@ def rows_in(block, desc):
 
 
 @gluon.jit
-def keep_rows(x, block, desc):
-    """Put x, [64, head_dim], rounded, into memory of an outbox."""
-    rows_in(block, desc).reshape(x.shape).store(narrow(x, desc.dtype))
+def keep_rows(x, block, desc, NUMBER: gl.constexpr = 0):
+    """Put x, [64, head_dim], rounded, into memory of an outbox, as the 64 rows of that number."""
+    rows = rows_in(block, desc).reshape([desc.block_type.shape[-3], x.shape[1]])
+    rows.slice(NUMBER * ROWS, ROWS, dim=0).store(narrow(x, desc.dtype))
 
 
 @gluon.jit
@@ -164,9 +165,7 @@ def hide(p, row, column, seqlen_k, MASKED: gl.constexpr, grid, mode):
 def probabilities(s, lse, scales, mode):
     """P^T, and the factor that softcap's derivative gives dS."""
     factor = 1.0
-    if mode.PRIMED:
-        p = gl.exp2(s * scales.scale_log2)
-    elif mode.SOFTCAP:
+    if mode.SOFTCAP:
         # tanh x = 1 - 2 / (2^(2 x log2(e)) + 1)
         power = gl.exp2(s * (2.0 * LOG2_E * scales.scale_log2 / scales.softcap_log2))
         tanh = 1.0 - 2.0 * reciprocal(power + 1.0)
@@ -180,10 +179,10 @@ def probabilities(s, lse, scales, mode):
 @gluon.jit
 def step(dk, dv, i, entry, span, row, work, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, pipes, grid, scales, mode):
     """Block of queries number i, whose first looks at column `row` along the diagonal: add to dK and dV, send this
-    warpgroup's half of its dQ."""
+    warpgroup's half of its dQ, half the columns."""
     DIM: gl.constexpr = dk.shape[1]
     DIM_V: gl.constexpr = dv.shape[1]
-    DQ: gl.constexpr = mode.BLOCK_M * DIM // 128  # [64, DQ]: half the rows of a block of 128, half the columns of 64
+    DQ: gl.constexpr = DIM // 2
     dtype: gl.constexpr = pipes.q.blocks.dtype
     s_layout: gl.constexpr = product_layout(mode.BLOCK_M)
     per_query: gl.constexpr = gl.SliceLayout(0, s_layout)
@@ -199,46 +198,26 @@ def step(dk, dv, i, entry, span, row, work, MASKED: gl.constexpr, WARPGROUP: gl.
 
     pipes.q.wait(i)
     lse = statistics.slice(0, mode.BLOCK_M).load(per_query)
-    if mode.PRIMED:
-        # One warpgroup after the other, so that one multiplies while the other computes exponentials.
-        if WARPGROUP == 1:
-            mbarrier.wait(pipes.turn.index(0), i & 1)
-        s_token = warpgroup_mma(k, q.permute((1, 0)), lse[None, :] - zero, is_async=True)
-        pipes.dout.wait(i)
-        delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(per_query)
-        dp_token = warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zero, is_async=True)
-    else:
-        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        pipes.dout.wait(i)
-        dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    pipes.dout.wait(i)
+    dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
-    if mode.PRIMED and WARPGROUP == 0:
-        mbarrier.arrive(pipes.turn.index(0), count=1)
     p, factor = probabilities(s, lse, scales, mode)
     p = hide(p, row, work.row + WARPGROUP * ROWS, work.seqlen_k, MASKED, grid, mode)
-    if not mode.PRIMED:
-        p = boundary(p)  # else the assembler waits for dP before it has computed more than a few exponentials
+    p = boundary(p)  # else the assembler waits for dP before it has computed more than a few exponentials
     p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(DIM_V))
     p *= factor
-    if mode.PRIMED:
-        ds = narrow(p * warpgroup_mma_wait(0, deps=(dp_token,)), dtype)
-    else:
-        delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(per_query)
-        ds = narrow(p * (warpgroup_mma_wait(0, deps=(dp_token,)) - delta[None, :]), dtype)
+    delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(per_query)
+    ds = narrow(p * (warpgroup_mma_wait(0, deps=(dp_token,)) - delta[None, :]), dtype)
 
     exchange = pipes.ds.index(i % 2)
     exchange.slice(WARPGROUP * ROWS, ROWS, dim=0).store(ds)
     dv_token = warpgroup_mma(p_operand, dout, dv, is_async=True)
     fence_async_shared()
     barrier_sync(mode.BARRIERS, WARPGROUPS)  # dS of both warpgroups is there, and both have read the block before
-    if mode.BLOCK_M == 2 * ROWS:
-        ds_half = exchange.slice(WARPGROUP * ROWS, ROWS, dim=1)
-        k_half = keys
-    else:
-        ds_half = exchange
-        k_half = keys.slice(WARPGROUP * DQ, DQ, dim=1)
+    k_half = keys.slice(WARPGROUP * DQ, DQ, dim=1)
     no_dq = gl.zeros([ROWS, DQ], gl.float32, product_layout(DQ))
-    dq_token = warpgroup_mma(ds_half.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+    dq_token = warpgroup_mma(exchange.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds, operand_layout(DIM)), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_token,))
     pipes.dout.release(i)

@@ -301,14 +301,21 @@ def table_of(
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def compile_only(kernel: Any, programs: int, args: tuple[Any, ...]) -> Any:
-    return kernel.warmup(*args, grid=(programs,), **OPTIONS)
+def compile_only(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return kernel.warmup(*args, grid=(programs,), **options)
 
 
-def _run(kernel: Any, compiled: list[Any], programs: int, args: tuple[Any, ...], stream: int) -> None:
+def _run(
+    kernel: Any,
+    compiled: list[Any],
+    programs: int,
+    args: tuple[Any, ...],
+    stream: int,
+    options: dict[str, Any] = OPTIONS,
+) -> None:
     """Launch; Triton's own look-up of the compiled kernel takes as long as all the rest."""
     if compiled:
         compiled[0](programs, args, stream)
     else:
         need_context()
-        compiled.append(Runner(kernel[(programs,)](*args, **OPTIONS)))
+        compiled.append(Runner(kernel[(programs,)](*args, **options)))
