@@ -21,7 +21,7 @@ from tileattn.backends.hopper.ptx import first_barrier
 KERNELS = {
     "64_full": (64, 256, {}, 1, 0),
     "64_tail": (64, 300, {}, 1, 0),
-    "64_causal": (64, 256, {"causal": True}, 2, 72),
+    "64_causal": (64, 256, {"causal": True}, 2, 88),
     "64_window": (64, 256, {"window": (100, 30)}, 1, 136),
     "64_deterministic": (64, 256, {"causal": True, "deterministic": True}, 2, 96),
     "128_full": (128, 256, {}, 1, 0),
