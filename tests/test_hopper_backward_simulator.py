@@ -241,7 +241,11 @@ ALONE_FAULTS = {
     "nobody waits for dout": ("backward_alone", "    pipes.dout.wait(i)\n", ""),
     "nobody waits for the queries": ("backward_alone", "    pipes.q.wait(i)\n", ""),
     "nobody waits for the values": ("backward_alone", "        pipes.v.wait(entry)\n", ""),
-    "S of the next block is that of this one": ("backward_alone", "start_scores(then,", "start_scores(i,"),
+    "S of the next block is that of this one": (
+        "backward_alone",
+        "entry, pipes.q, then)",
+        "entry, pipes.q, i)",
+    ),
     "S of the next block is read while in flight": (
         "backward_alone",
         "    s0 = warpgroup_mma_wait(0, deps=(s0,))",

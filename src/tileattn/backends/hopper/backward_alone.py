@@ -25,12 +25,9 @@ def start_product(ring, half: gl.constexpr, entry, queries, i):
 
 
 @gluon.jit
-def start_scores(i, entry, pipes):
-    """Start S^T of the first half of the keys with block i, once that is there."""
+def await_block(i, pipes):
     pipes.q.wait(i)
-    s = start_product(pipes.k, 0, entry, pipes.q, i)
     pipes.dout.wait(i)
-    return s
 
 
 @gluon.jit
@@ -85,8 +82,8 @@ def step_alone(dk, dv, lse, s0, i, then, entry, row, work, MASKED: gl.constexpr,
     dv1, dp1 = warpgroup_mma_wait(1, deps=(dv1, dp1))
     pipes.dout.release(i)
     ds1 = boundary(narrow_product(p1, dp1 - delta[None, :], dtype))
-    dk1 = warpgroup_mma(gl.convert_layout(ds1, operand), q, dk1, is_async=True)
     ds.slice(ROWS, ROWS, dim=0).store(ds1)
+    dk1 = warpgroup_mma(gl.convert_layout(ds1, operand), q, dk1, is_async=True)
     outbox.wait(i + 2 * entry)
     dk0 = warpgroup_mma_wait(1, deps=(dk0,))
     fence_async_shared()
@@ -94,8 +91,9 @@ def step_alone(dk, dv, lse, s0, i, then, entry, row, work, MASKED: gl.constexpr,
     no_dq = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
     keys = pipes.k.block(entry, opaque(0), 0)
     dq = warpgroup_mma(ds.permute((1, 0)), keys, no_dq, use_acc=False, is_async=True)
+    await_block(then, pipes)
     dk1, dq = warpgroup_mma_wait(0, deps=(dk1, dq))
-    s0 = start_scores(then, entry, pipes)
+    s0 = start_product(pipes.k, 0, entry, pipes.q, then)
     keep_dq(dq, outbox.block)
     outbox.send()
     lse = statistics_of(then, 0, pipes)
@@ -109,9 +107,9 @@ def walk_alone(dk, dv, i, entry, work, pipes, grid, scales, mode):
     """As backward_steps.walk. The last block computes its own S once more, as there is no next."""
     row = work.end * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
     last = i + work.blocks - 1
-    s = start_scores(i, entry, pipes)
+    await_block(i, pipes)
     lse = statistics_of(i, 0, pipes)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = warpgroup_mma_wait(0, deps=(start_product(pipes.k, 0, entry, pipes.q, i),))
     for _ in range(mode.MASKED, work.blocks):
         row -= mode.BLOCK_M
         dk, dv, lse, s = step_alone(
