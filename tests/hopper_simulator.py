@@ -653,7 +653,7 @@ class Kernel:
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
-        of_tiles = sums[len(sums) - 2 * plan.shared * plan.tile.block_m * plan.tile.block_dim // 32 :]
+        of_tiles = sums[len(sums) - plan.tile.sums * plan.shared * plan.tile.block_m * plan.tile.block_dim // 32 :]
         dq = finish(problem, plan, places, inputs, sums[: len(sums) - len(of_tiles)])
         finish_tiles(problem, plan, of_tiles, dk, dv)
         return Gradients(*(torch.from_numpy(x).to(problem.dtype) for x in (dq, dk, dv)))
@@ -701,7 +701,7 @@ def prepare(
     lse, delta = (x.masked_fill(places < 0, 0.0) for x in of_rows)
     lse = lse.masked_fill((places < 0) | (lse == float("-inf")), float("inf"))
     statistics = torch.stack([x * unit for x, unit in zip((lse, delta), plan.units, strict=True)], 2)
-    blocks = heads * len(places) + 2 * plan.shared
+    blocks = heads * len(places) + tile.sums * plan.shared
     sums = np.zeros((blocks * tile.block_m * tile.block_dim // 32, 32), np.float32)
     return statistics.flatten().numpy(), sums
 
@@ -728,7 +728,7 @@ def finish_tiles(problem: Problem, plan: BackwardPlan, sums: np.ndarray, dk: np.
     """What finish_kernel makes of the sums of tiles that programs share."""
     p, block_n = problem, plan.tile.block_n
     first = num_tiles(p) - plan.shared
-    for n, x in enumerate(in_rows(plan, sums)):
+    for n, x in enumerate(in_rows(plan, sums).reshape(-1, block_n, plan.tile.block_dim)):
         head, block = divmod(first + n // 2, -(-p.seqlen_k // block_n))
         rows = slice(block * block_n, min((block + 1) * block_n, p.seqlen_k))
         into, scale = (dk, p.scale) if n % 2 else (dv, 1.0)

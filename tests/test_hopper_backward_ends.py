@@ -69,27 +69,29 @@ def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
     found = torch.full((batch, seqlen_q, heads, head_dim), torch.nan)
     finish_kernel[(batch * heads * blocks_m,)](
         _as_sent(dq.transpose(0, 1), block_m, columns), found, found, found, 1, 0, 0, None, batch, seqlen_q,
-        heads, blocks_m, 0.5, head_dim, block_dim, block_m,
+        heads, blocks_m, 0.5, head_dim, block_dim, block_m, 2,
     )  # fmt: skip
     assert torch.equal(found, 0.5 * dq[:, :, :seqlen_q, :head_dim].transpose(1, 2))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
-@pytest.mark.parametrize(("block", "block_dim", "head_dim"), [(128, 64, 64), (128, 128, 96), (64, 256, 200)])
-def test_sums_of_the_last_tiles_come_behind_those_of_dq(block, block_dim, head_dim):
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "block_dim", "head_dim"), [(64, 128, 64, 64), (128, 128, 128, 96), (64, 64, 256, 200)]
+)
+def test_sums_of_the_last_tiles_come_behind_those_of_dq(block_m, block_n, block_dim, head_dim):
     from tileattn.backends.hopper.backward_ends import finish_kernel
 
     batch, heads, seqlen_q, seqlen_k, last = 2, 3, 70, 300, 7
-    columns, blocks_q, blocks_k = min(64, block * block_dim // 128), -(-seqlen_q // block), -(-seqlen_k // block)
-    dq = torch.randn(heads, batch, blocks_q * block, block_dim)
-    dk, dv = torch.randn(2, batch, heads, blocks_k, block, block_dim)
+    columns, blocks_q, blocks_k = min(64, block_m * block_dim // 128), -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    dq = torch.randn(heads, batch, blocks_q * block_m, block_dim)
+    dk, dv = torch.randn(2, batch, heads, blocks_k, block_n, block_dim)
     of_tiles = torch.stack([dv.flatten(0, 2), dk.flatten(0, 2)], 1)[-last:]
-    sums = torch.cat([_as_sent(x, block, columns).view(-1, 4) for x in (dq, of_tiles.flatten(0, 1)[None])])
+    sums = torch.cat([_as_sent(x, block_m, columns).view(-1, 4) for x in (dq, of_tiles.flatten(0, 1)[None])])
     found = [torch.full((batch, n, heads, head_dim), torch.nan) for n in (seqlen_q, seqlen_k, seqlen_k)]
-    tiles = batch * heads * blocks_k
-    finish_kernel[(heads * batch * blocks_q + 2 * last,)](
-        sums, *found, seqlen_k, tiles - last, 2 * last, None, batch, seqlen_q, heads, blocks_q, 0.5,
-        head_dim, block_dim, block,
+    tiles, tile_sums = batch * heads * blocks_k, 2 * block_n // block_m
+    finish_kernel[(heads * batch * blocks_q + tile_sums * last,)](
+        sums, *found, seqlen_k, tiles - last, tile_sums * last, None, batch, seqlen_q, heads, blocks_q, 0.5,
+        head_dim, block_dim, block_m, tile_sums,
     )  # fmt: skip
     assert torch.equal(found[0], 0.5 * dq[..., :seqlen_q, :head_dim].permute(1, 2, 0, 3))
     shared = (torch.arange(tiles) >= tiles - last).view(batch, heads, blocks_k)
@@ -128,7 +130,7 @@ def test_packed_sequences_have_places_of_their_own(block_m, least):
     found = torch.full((total, heads, dim), torch.nan)
     columns = min(64, block_m * dim // 128)
     finish_kernel[(heads * places,)](
-        _as_sent(dq, block_m, columns), found, found, found, 1, 0, 0, *sizes, 2.0, dim, dim, block_m
+        _as_sent(dq, block_m, columns), found, found, found, 1, 0, 0, *sizes, 2.0, dim, dim, block_m, 2
     )
     taken = 0
     for sequence, length in enumerate(LENGTHS):

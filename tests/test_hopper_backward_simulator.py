@@ -360,7 +360,7 @@ SHARED_FAULTS = {
     "dV and dK of a part are stored": ("backward", "if mode.SPLIT and is_part(work, mode)", "if 0"),
     "the rest of a range is left": ("schedule", "    elif left == 0:\n", "    else:\n"),
     "a part begins where its tile does": ("schedule", "end = work.end - first", "end = work.end"),
-    "all sums are those of the first tile": ("schedule", "+ 2 * (tile - whole_tiles(grid))", ""),
+    "all sums are those of the first tile": ("schedule", "* (tile - whole_tiles(grid))", ""),
     "dK is sent before dV has left": (
         "backward",
         "send_dq(left, outbox, payload + 1)",

@@ -158,11 +158,12 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
 @gluon.jit
 def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
     """Add what send_sums put into an outbox, to the sums of a tile that programs share."""
-    first = place_of_sums(work, grid, mode) * 2 + WARPGROUP
-    for n in gl.static_range(2 * mode.PARTS):
+    first = place_of_sums(work, grid, mode) * mode.WARPGROUPS + WARPGROUP
+    for n in gl.static_range(2 * mode.PARTS * mode.BLOCK_N // mode.BLOCK_M):
         if not mode.TALL or n != 1:  # dV is one payload there
             outbox.receive()
-        at = ((first + n // mode.PARTS * 2) * mode.PARTS + n % mode.PARTS) * dq_desc.block_type.shape[0]
+        place = (first + n // mode.PARTS * mode.WARPGROUPS) * mode.PARTS + n % mode.PARTS
+        at = place * dq_desc.block_type.shape[0]
         tma_reduce_add(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
         if not mode.TALL or n != 0:
             outbox.release()

@@ -9,11 +9,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileattn.backends.hopper.backward_steps import half_of, hide, keep_dq, keep_rows
+from tileattn.backends.hopper.backward_steps import half_of, hide, keep_dq, keep_rows, send_dq
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from tileattn.backends.hopper.pipeline import WARPGROUP_THREADS
 from tileattn.backends.hopper.ptx import barrier_sync, boundary, narrow, narrow_product, opaque
+from tileattn.backends.hopper.schedule import is_part
 
 
 @gluon.jit
@@ -142,14 +143,21 @@ def differentiate_alone(pipes, dk_desc, dv_desc, grid, scales, mode):
             dk, dv, i = walk_alone(dk, dv, i, entry, work, pipes, grid, scales, mode)
         pipes.k.release(entry)
         pipes.v.release(entry)
-        outbox.wait(i + 2 * entry)
-        for half in gl.static_range(2):
-            keep_rows(dv[half], outbox.block, dv_desc, half)
-        outbox.send()
-        outbox.wait(i + 2 * entry + 1)
-        for half in gl.static_range(2):
-            keep_rows(dk[half] * scales.scale, outbox.block, dk_desc, half)
-        outbox.send()
+        payload = i + 2 * entry
+        if mode.SPLIT and is_part(work, mode):
+            for half in gl.static_range(2):
+                send_dq(dv[half], outbox, payload + half)
+            for half in gl.static_range(2):
+                send_dq(dk[half], outbox, payload + 2 + half)
+        else:
+            outbox.wait(payload)
+            for half in gl.static_range(2):
+                keep_rows(dv[half], outbox.block, dv_desc, half)
+            outbox.send()
+            outbox.wait(payload + 1)
+            for half in gl.static_range(2):
+                keep_rows(dk[half] * scales.scale, outbox.block, dk_desc, half)
+            outbox.send()
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)

@@ -102,22 +102,24 @@ def prepare_kernel(
 def finish_kernel(
     sums_ptr, dq_ptr, dk_ptr, dv_ptr, seqlen_k, first_shared, more_sums,
     cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, TILE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded. Behind those, more_sums of
-    them, come dV and dK of each tile from first_shared on."""
+    them, come dV and dK of each tile from first_shared on, TILE_SUMS together."""
     pid, programs = tl.program_id(0), tl.num_programs(0) - more_sums
     if pid < programs:
         batch, head, place, rows, end = _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
         into_ptr, length = dq_ptr, seqlen_q
     else:
-        tile = first_shared + (pid - programs) // 2
-        blocks_n = tl.cdiv(seqlen_k, BLOCK_M)
+        HALF: tl.constexpr = TILE_SUMS // 2
+        number = (pid - programs) % TILE_SUMS
+        tile = first_shared + (pid - programs) // TILE_SUMS
+        blocks_n = tl.cdiv(seqlen_k, BLOCK_M * HALF)
         batch, head = tile // blocks_n // num_heads, tile // blocks_n % num_heads
         place = pid.to(tl.int64)
-        rows, end = tile % blocks_n * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_k
+        rows, end = (tile % blocks_n * HALF + number % HALF) * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_k
         into_ptr, length = dk_ptr, seqlen_k
-        if (pid - programs) % 2 == 0:
+        if number < HALF:
             into_ptr, scale = dv_ptr, 1.0
     N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a part; the parts of 64 rows come together
     sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))

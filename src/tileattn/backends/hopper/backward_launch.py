@@ -70,6 +70,11 @@ class BackwardTile(NamedTuple):
     def block_n(self) -> int:
         return ROWS.value if self.wide else 2 * ROWS.value
 
+    @property
+    def sums(self) -> int:
+        """Blocks of dQ whose memory the sums of dV and dK of a tile take."""
+        return 2 * self.block_n // self.block_m
+
 
 # The first that holds a problem's head dims serves it; those that are tall or alone have no registers for softcap.
 BACKWARD_TILES = (
@@ -136,7 +141,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         SPLIT=not (causal or left or p.varlen or p.deterministic)
         and p.num_heads == p.num_heads_k
         and p.head_dim == p.head_dim_v
-        and tile.block_m == tile.block_n,
+        and (tile.block_m == tile.block_n or tile.alone),
     )
 
 
@@ -183,13 +188,17 @@ def num_tiles(problem: Problem, k: Tensor | None = None) -> int:
     return blocks * p.num_heads_k
 
 
+def _most_programs(problem: Problem) -> int:
+    return _num_sms(problem.device) * (2 if backward_tile_for(problem).alone else 1)
+
+
 def _last_round_of(problem: Problem, steps: int) -> tuple[int, int]:
     """The tiles that are too few for all programs, and how many of their steps a program does, so that all end
     together; none, and the steps of a tile, where that would save less than a hundredth.
 
     What it costs, some three steps: most programs begin and end a tile more, and sums are set to 0, added and read.
     """
-    programs = _num_sms(problem.device)
+    programs = _most_programs(problem)
     rounds, tiles = divmod(num_tiles(problem), programs)
     share = -(-tiles * steps // programs)
     saves = tiles > 0 and 100 * (steps - share - 3) >= (rounds + 1) * steps
@@ -232,7 +241,7 @@ def places_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> int:
 def workspace_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> Workspace:
     p, tile, device = problem, plan.tile, q.device
     blocks = p.num_heads * places_for(p, plan, q)
-    sums = blocks + 2 * plan.shared
+    sums = blocks + tile.sums * plan.shared
     return Workspace(
         torch.empty(blocks * 2 * tile.block_m, dtype=torch.float32, device=device),
         torch.empty(sums * tile.block_m * tile.block_dim // 32, 32, dtype=torch.float32, device=device),
@@ -335,7 +344,7 @@ def _launch(
         table = table_of(*ends, p.num_heads_k, tile.block_n, plan.kernels[4], stream, run)
     args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter_for(p.device, stream), table)
     dout = args[3]
-    blocks = p.num_heads * places_for(p, plan, inputs.q)
+    blocks, more_sums = p.num_heads * places_for(p, plan, inputs.q), tile.sums * plan.shared
     sizes = inputs.cu_seqlens_q, p.batch, inputs.q.shape[-3], p.num_heads, plan.query_blocks
     prepare = (
         _aligned(forward.out),
@@ -344,7 +353,7 @@ def _launch(
         _aligned(forward.lse),
         None if dlse is None else _aligned(dlse),
         *workspace,
-        2 * plan.shared,
+        more_sums,
         *sizes,
         *plan.units,
         p.head_dim_v,
@@ -354,12 +363,11 @@ def _launch(
     )
     run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
     tiles = num_tiles(p, inputs.k if p.varlen else None)
-    programs = _num_sms(p.device) * (2 if tile.alone else 1)
-    programs = programs if plan.shared else min(programs, tiles)
+    programs = _most_programs(p) if plan.shared else min(_most_programs(p), tiles)
     run(attention_backward, plan.kernels[2], programs, args, stream, tile.options)
-    shared = dk, dv, p.seqlen_k, tiles - plan.shared, 2 * plan.shared
-    finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m)
-    run(finish_kernel, plan.kernels[3], blocks + 2 * plan.shared, finish, stream)
+    shared = dk, dv, p.seqlen_k, tiles - plan.shared, more_sums
+    finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m, tile.sums)
+    run(finish_kernel, plan.kernels[3], blocks + more_sums, finish, stream)
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,

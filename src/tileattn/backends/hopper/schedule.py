@@ -482,10 +482,10 @@ def is_part(work, mode):
 
 @gluon.jit
 def place_of_sums(work, grid, mode):
-    """SPLIT: where dV and dK of a tile are summed: two blocks, tile after tile, behind those of dQ."""
+    """SPLIT: where dV, and behind it dK, of a tile are summed, in blocks of BLOCK_M rows, tile after tile behind dQ."""
     blocks_n = (work.seqlen_k + mode.BLOCK_N - 1) // mode.BLOCK_N
     tile = (work.batch * grid.num_heads + work.head) * blocks_n + work.row // mode.BLOCK_N
-    return grid.num_heads * grid.places + 2 * (tile - whole_tiles(grid))
+    return grid.num_heads * grid.places + 2 * mode.BLOCK_N // mode.BLOCK_M * (tile - whole_tiles(grid))
 
 
 @gluon.jit
