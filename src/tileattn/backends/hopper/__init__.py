@@ -78,6 +78,7 @@ def _is_hopper(device: torch.device) -> bool:
 def tiles(problem: Problem, direction: Direction = "forward") -> Tiles:
     if direction == "backward":
         of_keys = backward_tile_for(problem)
-        return Tiles(of_keys.block_m, of_keys.block_n, "two warpgroups, 2 blocks of queries in flight")
+        groups = "one warpgroup, two programs a multiprocessor" if of_keys.alone else "two warpgroups"
+        return Tiles(of_keys.block_m, of_keys.block_n, f"{groups}, 2 blocks of queries in flight")
     tile = tile_for(problem)
     return Tiles(tile.rows, tile.block_n, f"{tile.warpgroups} warpgroups, {tile.stages} blocks of keys in flight")
