@@ -109,6 +109,7 @@ def test_deterministic_tiles_take_their_turns(name):
 
 SHARED = {
     "64": {"seqlen_q": 384, "seqlen_k": 600},
+    "64_window_that_hides_nothing": {"seqlen_q": 384, "seqlen_k": 600, "window": (-1, 500)},
     "128": {"seqlen_q": 384, "seqlen_k": 512, "head_dim": 128, "head_dim_v": 128, "batch": 2},
     "96_one_tile": {
         "seqlen_q": 600, "seqlen_k": 100, "num_heads": 1, "num_heads_k": 1, "head_dim": 96, "head_dim_v": 96,

@@ -213,7 +213,8 @@ def _section_of(problem: Problem) -> int:
     anew, so few of them should run at once: four, or eight where dQ is wide and would come from memory for four. Where
     all are as long they wait once, and wide ones are worked on a few heads at once, for L2.
     """
-    p, bounded, wide = problem, problem.window_right >= 0, backward_tile_for(problem).wide
+    p, wide = problem, backward_tile_for(problem).wide
+    bounded, _ = sides_of(p)
     section = (16 << 20) // (p.group * (p.head_dim + p.head_dim_v) * p.dtype.itemsize) if bounded else 0
     if not p.deterministic:
         return section
