@@ -624,11 +624,13 @@ class Kernel:
         share: int = 0,
     ) -> Gradients:
         """The backend's backward of q, k and v, on this many programs in turn: the first takes all tiles. share: steps
-        of a range of the last round."""
+        of a range of the last round; else no tile is shared."""
         plan, mode = backward_plan_for(problem), backward_mode_of(problem)
-        if share:
-            assert mode.SPLIT
-            plan = plan._replace(sizes=(*plan.sizes[:3], share), shared=num_tiles(problem) % programs)
+        assert mode.SPLIT or not share
+        plan = plan._replace(
+            sizes=(*plan.sizes[:3], share or plan.query_blocks),
+            shared=num_tiles(problem) % programs if share else 0,
+        )
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.dtype]
         places = rows_by_place(problem, plan, inputs)
         statistics, sums = prepare(problem, plan, places, forward, dout, dlse)

@@ -1,6 +1,7 @@
 """The Hopper backward kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
 
 import dataclasses
+import functools
 import random
 import re
 import types
@@ -407,13 +408,19 @@ def test_a_planted_fault_is_caught_where_parts_take_turns(fault):
     expect_fault(PARTS_FAULTS[fault], case, deterministic=True)
 
 
-def expect_fault(fault: tuple[str, str, str], case: Case, share: int = 0, **options) -> None:
+def expect_fault(fault: tuple[str, str, str], case: Case, **options) -> None:
+    assert is_right_without_a_fault(case, **options)
+    expect_wrong(lambda seed: is_right(Kernel(fault), case, seed, **options))
+
+
+@functools.cache
+def is_right_without_a_fault(case: Case, **options) -> bool:
+    return is_right(Kernel(), case, seed=0, **options)
+
+
+def is_right(kernel: Kernel, case: Case, seed: int, share: int = 0, **options) -> bool:
     call = build(case)
     call = call._replace(problem=dataclasses.replace(call.problem, **options))
     exact = run_reference(call, torch.float64)
-
-    def is_right(seed: int) -> bool:
-        found = differentiate(Kernel(fault), call, seed=seed, share=share)
-        return all(torch.allclose(x.double(), exact[name], atol=0.05) for name, x in found.items())
-
-    expect_wrong(is_right)
+    found = differentiate(kernel, call, seed=seed, share=share)
+    return all(torch.allclose(x.double(), exact[name], atol=0.05) for name, x in found.items())
