@@ -221,13 +221,13 @@ FAULTS = {
         "warpgroup_mma_wait(1, deps=(dk_token,))",
     ),
     "an outbox's phase is swapped": ("pipeline", "(i & 1) ^ 1", "i & 1"),
-    "an outbox is given back while it is carried": ("pipeline", "        store_wait(PENDING)\n", ""),
+    "an outbox is given back while it is carried": ("pipeline", "        store_wait(0)\n", ""),
     "the halves of dQ are swapped": (
         "backward",
         "grid, mode) * mode.WARPGROUPS + WARPGROUP",
         "grid, mode) * mode.WARPGROUPS + 1 - WARPGROUP",
     ),
-    "dV is stored as dK": ("backward", "store_rows(dv_desc,", "store_rows(dk_desc,"),
+    "dV is stored as dK": ("backward", "dk_desc if IS_DK else dv_desc", "dk_desc"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
 }
 
@@ -279,18 +279,66 @@ ALONE_FAULTS = {
 
 
 WIDE_FAULTS = {
-    "S of the next block is read while in flight": (
+    "S is read while in flight": (
         "backward_steps",
-        "warpgroup_mma_wait(0, deps=(dk_token, s_token))",
-        "warpgroup_mma_wait(1, deps=(dk_token, s_token))",
+        "    s = warpgroup_mma_wait(0, deps=(s,))\n    p, factor",
+        "    s = warpgroup_mma_wait(1, deps=(s,))\n    p, factor",
     ),
-    "S is that of the block before": ("backward_steps", "wide_scores(i + 1, entry", "wide_scores(i, entry"),
-    "nobody waits for dout": ("backward_steps", "\n    pipes.dout.wait(i)\n", "\n"),
+    "queries are released before dK has read them": (
+        "backward_steps",
+        "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    pipes.q.release(i)\n    send_dq",
+        "    pipes.q.release(i)\n    dk = warpgroup_mma_wait(0, deps=(dk,))\n    send_dq",
+    ),
     "nobody waits for the queries": ("backward_steps", "    pipes.q.wait(i)\n", ""),
-    "a warpgroup reads P and dS before the other has written them": FAULTS[
-        "a warpgroup reads dS before the other has written it"
-    ],
-    "P and dS have one buffer": ("backward_steps", "pipes.ds.index(i % 2 * 2", "pipes.ds.index(0 * 2"),
+    "dP does not wait for dout": ("backward_steps", "    pipes.dout.wait(i)\n    dout = pipes", "    dout = pipes"),
+    "dV does not wait for dout": ("backward_steps", "    pipes.dout.wait(i)\n    dv = ", "    dv = "),
+    "dout is released before dP has read it": (
+        "backward_steps",
+        "    dp = warpgroup_mma_wait(0, deps=(dp,))\n    pipes.dout.release(i)",
+        "    pipes.dout.release(i)\n    dp = warpgroup_mma_wait(0, deps=(dp,))",
+    ),
+    "dout is released before dV has read it": (
+        "backward_steps",
+        "    dv = warpgroup_mma_wait(0, deps=(dv,))\n    pipes.dout.release(i)",
+        "    pipes.dout.release(i)\n    dv = warpgroup_mma_wait(0, deps=(dv,))",
+    ),
+    "nobody waits for the values": (
+        "backward",
+        "        if WARPGROUP == 1:\n            pipes.v.wait(entry)\n",
+        "",
+    ),
+    "P is read before it is there": (
+        "backward_steps",
+        "    barrier_sync(mode.BARRIERS, WARPGROUPS)  # P is there\n    p = pipes.p.load(layout)\n",
+        "    p = pipes.p.load(layout)\n    barrier_sync(mode.BARRIERS, WARPGROUPS)\n",
+    ),
+    "P is overwritten before it has been read": (
+        "backward_steps",
+        "    if not FIRST:\n        barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
+        "    pipes.p.store(narrow(p * factor, dtype))\n"
+        "    if not FIRST:\n        barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
+    ),
+    "dS is read before it is there": (
+        "backward_steps",
+        "    barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
+        "    pass",
+    ),
+    "dS has one buffer": ("backward_steps", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
+    "dQ is of this block's dS, not of that before": (
+        "backward_steps",
+        "start_wide_dq(i - 1, entry, 0",
+        "start_wide_dq(i, entry, 0",
+    ),
+    "dQ is read while in flight": (
+        "backward_steps",
+        "halves(warpgroup_mma_wait(1, deps=(dq,)))",
+        "halves(warpgroup_mma_wait(2, deps=(dq,)))",
+    ),
+    "the halves of dK are swapped": (
+        "backward",
+        "left, right = halves(sums)",
+        "right, left = halves(sums)",
+    ),
 }
 
 
@@ -365,13 +413,13 @@ SHARED_FAULTS = {
     "all sums are those of the first tile": ("schedule", "* (tile - whole_tiles(grid))", ""),
     "dK is sent before dV has left": (
         "backward",
-        "send_dq(left, outbox, payload + 1)",
-        "send_dq(left, outbox, payload)",
+        "send_halves(dk, outbox, payload + 1)",
+        "send_halves(dk, outbox, payload)",
     ),
     "a part has two payloads": (
         "backward",
-        "        outbox.send()\n        left, right = halves(dk)\n        send_dq(left, outbox, payload + 1)\n",
-        "        left, right = halves(dk)\n",
+        "    outbox.send()\n    send_halves(dk, outbox, payload + 1)\n",
+        "    send_halves(dk, outbox, payload + 1)\n",
     ),
 }
 

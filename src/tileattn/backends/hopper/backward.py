@@ -1,7 +1,8 @@
 """FlashAttention backward for Hopper: one warp loads, two warpgroups multiply, two warps carry dQ away.
 
 A program takes blocks of 128 keys; each warpgroup holds 64 of them, with their dK and dV, and walks up the queries.
-(Up to head_dim 64 there is one warpgroup with all of them, and two programs share a multiprocessor.)
+(Up to head_dim 64 there is one warpgroup with all of them, and two programs share a multiprocessor. Above head_dim 128
+a block is 64 keys; one warpgroup has their dV, the other their dK.)
 Of a block of queries, transposed so that P and dS stay in the registers that the next products read them from:
 
     S^T = K Q^T;  P^T = exp(S^T - lse);  dP^T = V dO^T;  dS^T = P^T (dP^T - delta)
@@ -26,9 +27,10 @@ from tileattn.backends.hopper.backward_steps import (
     keep_dq,
     keep_rows,
     rows_in,
-    send_dq,
+    send_halves,
     walk,
-    wide_walk,
+    wide_dk_walk,
+    wide_dv_walk,
 )
 from tileattn.backends.hopper.forward import ROWS, product_layout
 from tileattn.backends.hopper.gluon_names import (
@@ -143,13 +145,12 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
         if mode.SPLIT and is_part(work, mode):
             carry_sums(WARPGROUP, outbox, dq_desc, work, grid, mode)
         else:
-            outbox.receive()
-            store_rows(dv_desc, outbox.part(0), work, WARPGROUP, mode)
-            if not mode.TALL:
-                outbox.release()
-                outbox.receive()
-            store_rows(dk_desc, outbox.part(1), work, WARPGROUP, mode)
-            outbox.release()
+            for part in gl.static_range(2):
+                if part == 0 or not mode.TALL:
+                    outbox.receive()
+                store_rows(WARPGROUP, part, outbox.part(part), dk_desc, dv_desc, work, mode)
+                if part == 1 or not mode.TALL:
+                    outbox.release()
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)
@@ -157,13 +158,16 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
 
 @gluon.jit
 def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
-    """Add what send_sums put into an outbox, to the sums of a tile that programs share."""
-    first = place_of_sums(work, grid, mode) * mode.WARPGROUPS + WARPGROUP
+    """Add a part's dV and dK, as an outbox has them, to the sums of a tile that programs share."""
+    place = place_of_sums(work, grid, mode)
     for n in gl.static_range(2 * mode.PARTS * mode.BLOCK_N // mode.BLOCK_M):
         if not mode.TALL or n != 1:  # dV is one payload there
             outbox.receive()
-        place = (first + n // mode.PARTS * mode.WARPGROUPS) * mode.PARTS + n % mode.PARTS
-        at = place * dq_desc.block_type.shape[0]
+        if mode.WIDE:
+            part = (place + WARPGROUP) * 2 * mode.PARTS + n
+        else:
+            part = ((place + n // mode.PARTS) * mode.WARPGROUPS + WARPGROUP) * mode.PARTS + n % mode.PARTS
+        at = part * dq_desc.block_type.shape[0]
         tma_reduce_add(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
         if not mode.TALL or n != 0:
             outbox.release()
@@ -176,7 +180,6 @@ def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr,
     Turns are of a part. This warp waits until its part is in global memory while the other carries the other part, so
     the next key block follows sooner.
     """
-    rows_desc = dk_desc if PART else dv_desc
     entry = grid.num_tiles * 0
     payload = grid.num_tiles * 0 + PART
     work = pipes.queue.receive(entry, grid)
@@ -190,14 +193,13 @@ def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr,
                 turn = turn_of(block, work, grid, mode)
                 turn_ptr = turns_ptr + ((first + block) * 2 + PART)
                 wait_for_turn(turn_ptr, turn, seen)
-                for warpgroup in gl.static_range(2):
+                for warpgroup in gl.static_range(1, -1, -1):  # the second's comes half a step before the first's
                     outbox = pipes.outboxes[warpgroup]
                     outbox.wait(payload)
                     outbox.receive()
                     part = ((first + block) * 2 + warpgroup) * 2 + PART
                     tma_reduce_add(dq_desc, [part * dq_desc.block_type.shape[0], 0], outbox.block)
-                pipes.outboxes[0].release(1)
-                pipes.outboxes[1].release()
+                    outbox.release()
                 seen = look_ahead(turns_ptr + ((first + gl.maximum(block - 1, last)) * 2 + PART))
                 pass_turn(turn_ptr, turn + 1, 0)
                 payload += 2
@@ -205,7 +207,7 @@ def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr,
             outbox = pipes.outboxes[warpgroup]
             outbox.wait(payload)
             outbox.receive()
-            store_rows(rows_desc, outbox.block, work, warpgroup, mode)
+            store_rows(warpgroup, PART, outbox.block, dk_desc, dv_desc, work, mode)
             outbox.release()
         payload += 2
         entry += 1
@@ -214,12 +216,14 @@ def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr,
 
 
 @gluon.jit
-def store_rows(desc, block, work, WARPGROUP: gl.constexpr, mode):
-    """Store what `keep_rows` put into an outbox's memory, a warpgroup's part of dV or dK."""
+def store_rows(WARPGROUP: gl.constexpr, PART: gl.constexpr, block, dk_desc, dv_desc, work, mode):
+    """Store what `keep_rows` put into a warpgroup's outbox: dV, then dK of its keys; WIDE: halves of columns of one."""
+    IS_DK: gl.constexpr = WARPGROUP == 1 if mode.WIDE else PART == 1
+    desc = dk_desc if IS_DK else dv_desc
     row = work.row
     column = 0
     if mode.WIDE:
-        column = WARPGROUP * desc.block_type.shape[-1]
+        column = PART * desc.block_type.shape[-1]
     else:
         row += WARPGROUP * ROWS
     rows: gl.constexpr = desc.block_type.shape[-3]
@@ -229,8 +233,7 @@ def store_rows(desc, block, work, WARPGROUP: gl.constexpr, mode):
 
 @gluon.jit
 def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales, mode):
-    """A warpgroup: 64 keys of every tile that the queue brings, or half the columns of those."""
-    walk_up: gl.constexpr = wide_walk if mode.WIDE else walk
+    """A warpgroup: 64 keys of every tile that the queue brings."""
     DIM: gl.constexpr = dk_desc.block_type.shape[-1]
     DIM_V: gl.constexpr = dv_desc.block_type.shape[-1]
     outbox = pipes.outboxes[WARPGROUP]
@@ -244,7 +247,7 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
         if not mode.TALL:
             pipes.v.wait(entry)
         for _ in range(grid.group):
-            dk, dv, i = walk_up(dk, dv, i, entry, span, work, WARPGROUP, pipes, grid, scales, mode)
+            dk, dv, i = walk(dk, dv, i, entry, span, work, WARPGROUP, pipes, grid, scales, mode)
         if not mode.TALL:
             pipes.k.release(entry)
             pipes.v.release(entry)
@@ -253,7 +256,7 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
         if mode.TALL:
             pipes.v.release(entry)  # not before, see tall_step
         if mode.SPLIT and is_part(work, mode):
-            send_sums(dk, dv, payload, outbox, mode)
+            send_sums(dk, dv, payload, outbox)
         else:
             keep_rows(dv, outbox.part(0), dv_desc)
             if not mode.TALL:
@@ -267,27 +270,53 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
 
 
 @gluon.jit
-def send_sums(dk, dv, payload, outbox, mode):
-    """dV and dK of a part of a tile, as dQ leaves, in payloads that are odd in number where a whole tile's are.
+def send_sums(dk, dv, payload, outbox):
+    """TALL: dV and dK of a part of a tile, as dQ leaves, in payloads that are odd in number where a whole tile's are.
 
-    TALL: with both parts of dV in one. Those of dK, which leave with the next tile begun, are not in lent memory.
+    Both parts of dV in one. Those of dK, which leave with the next tile begun, are not in lent memory.
     """
-    if mode.PARTS == 1:
-        keep_dq(dv, outbox.block)
-        outbox.send()
-        send_dq(dk, outbox, payload + 1)
-    else:
-        left, right = halves(dv)
-        keep_dq(left, outbox.part(0))
-        if not mode.TALL:
-            outbox.send()
-            payload += 1
+    left, right = halves(dv)
+    keep_dq(left, outbox.part(0))
+    keep_dq(right, outbox.part(1))
+    outbox.send()
+    send_halves(dk, outbox, payload + 1)
+
+
+@gluon.jit
+def differentiate_wide(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales, mode):
+    """As differentiate, of warpgroups that share 64 keys: the first sums all columns of dV, the second those of dK."""
+    walk_up: gl.constexpr = wide_dk_walk if WARPGROUP == 1 else wide_dv_walk
+    desc = dk_desc if WARPGROUP == 1 else dv_desc
+    DIM: gl.constexpr = 2 * desc.block_type.shape[-1]
+    outbox = pipes.outboxes[WARPGROUP]
+    entry = grid.num_tiles * 0
+    i = grid.num_tiles * 0
+    work = pipes.queue.receive(entry, grid)
+    while work.blocks > 0:
+        sums = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
+        if WARPGROUP == 1:
+            pipes.v.wait(entry)
+        for _ in range(grid.group):
+            sums, i = walk_up(sums, i, entry, work, pipes, grid, scales, mode)
+        pipes.k.release(entry)
+        if WARPGROUP == 1:
+            pipes.v.release(entry)
+        payload = 2 * (i + entry)
+        left, right = halves(sums)
+        if mode.SPLIT and is_part(work, mode):
+            send_halves(left, outbox, payload)
+            send_halves(right, outbox, payload + 2)
+        else:
+            scale = scales.scale if WARPGROUP == 1 else 1.0
             outbox.wait(payload)
-        keep_dq(right, outbox.part(1))
-        outbox.send()
-        left, right = halves(dk)
-        send_dq(left, outbox, payload + 1)
-        send_dq(right, outbox, payload + 2)
+            keep_rows(left * scale, outbox.block, desc)
+            outbox.send()
+            outbox.wait(payload + 1)
+            keep_rows(right * scale, outbox.block, desc)
+            outbox.send()
+        entry += 1
+        work = pipes.queue.receive(entry, grid)
+    pipes.k.release(entry)
 
 
 @gluon.jit
@@ -316,8 +345,7 @@ def make_exchange(dtype: gl.constexpr, dq_desc, FILLED: gl.constexpr, mode):
             make_outbox(dq_desc, FILLED + 1, first_block(right, dq_desc)),
         )
     else:
-        ds = make_ds(dtype, 4 if mode.WIDE else 2, mode.BLOCK_M, mode)  # WIDE: P and dS
-        return ds, (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1))
+        return make_ds(dtype, 2, mode.BLOCK_M, mode), (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1))
 
 
 @gluon.jit
@@ -334,23 +362,26 @@ def attention_backward(
     sequences, left, right, section, steps, scales, mode,
 ):  # fmt: skip
     grid = grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, steps, mode)
-    K_EMPTIED: gl.constexpr = mode.BARRIERS + (2 if mode.TALL else 1)
+    K_EMPTIED: gl.constexpr = mode.BARRIERS + (2 if mode.TALL or mode.WIDE else 1)
     V_EMPTIED: gl.constexpr = K_EMPTIED + mode.KEY_STAGES
     Q_EMPTIED: gl.constexpr = V_EMPTIED + 1
     DOUT_EMPTIED: gl.constexpr = Q_EMPTIED + 2
     FILLED: gl.constexpr = DOUT_EMPTIED + mode.DOUT_STAGES
     gl.static_assert(FILLED + 2 <= NAMED_BARRIERS, "more named barriers than there are")
-    READERS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
-    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, READERS + mode.WARPGROUPS * WARP)
+    THREADS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
+    # WIDE: the second warpgroup alone reads values, and is the last to read queries.
+    READERS: gl.constexpr = WARPGROUP_THREADS if mode.WIDE else THREADS
+    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, THREADS + mode.WARPGROUPS * WARP)
     ds, outboxes = make_exchange(q_desc.dtype, dq_desc, FILLED, mode)
     pipes = Pipes(
         make_queue(keys, mode),
         keys,
         make_ring(v_desc, 1, 1, 1, V_EMPTIED, READERS),
         make_ring(q_desc, 2, 1, 1, Q_EMPTIED, READERS),
-        make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED, READERS),
+        make_ring(dout_desc, mode.DOUT_STAGES, 1, 1, DOUT_EMPTIED, THREADS),
         gl.allocate_shared_memory(gl.float32, [2, 2 * mode.BLOCK_M], statistics_desc.layout),
         ds,
+        make_ds(q_desc.dtype, 1, mode.BLOCK_M, mode).index(0) if mode.WIDE else None,
         outboxes,
         make_turn() if mode.TALL else None,
     )
@@ -369,8 +400,8 @@ def attention_backward(
     else:
         gl.warp_specialize(
             [
-                (differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
-                (differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (differentiate_wide if mode.WIDE else differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (differentiate_wide if mode.WIDE else differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
                 (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
                 (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
                 (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),

@@ -1,7 +1,7 @@
-"""What a warpgroup of the backward kernel does with a block of queries: three steps.
+"""What a warpgroup of the backward kernel does with a block of queries: the steps.
 
 `step` is the plain one, of 64 queries, for softcap at head dims up to 128. `tall_step` makes room for 128 queries at
-head dims up to 128, `wide_step` for head dims up to 256.
+head dims up to 128. Up to 256 `wide_dv_step` and `wide_dk_step` share the work.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Pipes(NamedTuple):
     """What goes between the partitions.
 
     queue: of tiles, whose ring is k. statistics: lse and delta of a block of queries, [2, 2 * BLOCK_M], on the
-    mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; WIDE: P^T and dS^T, [4, BLOCK_N, BLOCK_M]; TALL:
-    two of [1, BLOCK_N, 64], by halves of the queries. outboxes: of the warpgroups. turn: TALL: the mbarrier by which
-    the first warpgroup passes the matrix units on (one that nobody waits for is dead to Triton, which gives its memory
+    mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; TALL: two of [1, BLOCK_N, 64], by halves of the
+    queries. p: WIDE: P^T, [BLOCK_N, BLOCK_M]. outboxes: of the warpgroups. turn: TALL: the mbarrier by which the
+    first warpgroup passes the matrix units on (one that nobody waits for is dead to Triton, which gives its memory
     away; the hardware still writes there).
     """
 
@@ -93,6 +93,7 @@ class Pipes(NamedTuple):
     dout: Any
     statistics: Any
     ds: Any
+    p: Any
     outboxes: Any
     turn: Any
 
@@ -135,6 +136,14 @@ def send_dq(dq, outbox, i):
     outbox.wait(i)
     keep_dq(dq, outbox.block)
     outbox.send()
+
+
+@gluon.jit
+def send_halves(dq, outbox, i):
+    """Payloads number i and the next: dq's halves."""
+    left, right = halves(dq)
+    send_dq(left, outbox, i)
+    send_dq(right, outbox, i + 1)
 
 
 @gluon.jit
@@ -367,90 +376,109 @@ def walk(dk, dv, i, entry, span, work, WARPGROUP: gl.constexpr, pipes, grid, sca
 
 
 @gluon.jit
-def wide_scores(i, entry, WARPGROUP: gl.constexpr, pipes, mode):
-    """Start S of this warpgroup's half of block i."""
-    HALF: gl.constexpr = mode.BLOCK_M // 2
-    zero = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+def wide_probabilities(i, more, entry, work, pipes, grid, scales, mode):
+    """P^T of block number i, behind which its head has `more`, and softcap's factor."""
+    layout: gl.constexpr = product_layout(mode.BLOCK_M)
+    zero = gl.zeros([ROWS, mode.BLOCK_M], gl.float32, layout)
     pipes.q.wait(i)
-    q_half = pipes.q.block(i, 0, 0).slice(WARPGROUP * HALF, HALF, dim=0)
-    return warpgroup_mma(pipes.k.block(entry, opaque(0), 0), q_half.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def wide_step(
-    dk, dv, s, i, entry, row, work, MASKED: gl.constexpr, MORE: gl.constexpr, WARPGROUP: gl.constexpr,
-    pipes, grid, scales, mode,
-):  # fmt: skip
-    """A step of warpgroups that share their 64 keys: dP of half the queries each, then half the columns each of dV, dQ
-    and dK, for which P and dS of both go through shared memory.
-
-    s: S of this block; MORE: that of the next is computed behind the other products and returned.
-    """
-    DIM: gl.constexpr = dk.shape[1]
-    DIM_V: gl.constexpr = dv.shape[1]
-    HALF: gl.constexpr = mode.BLOCK_M // 2
-    dtype: gl.constexpr = pipes.q.blocks.dtype
-    per_query: gl.constexpr = gl.SliceLayout(0, product_layout(HALF))
-    zero = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
-    here = opaque(0)
-    k = pipes.k.block(entry, here, 0)
-    v = pipes.v.block(entry, here, 0)
-    q = pipes.q.block(i, 0, 0)
-    dout = pipes.dout.block(i, 0, 0)
-    statistics = pipes.statistics.index(i % pipes.q.STAGES)
-    outbox = pipes.outboxes[WARPGROUP]
-
-    pipes.dout.wait(i)
-    dout_half = dout.slice(WARPGROUP * HALF, HALF, dim=0)
-    dp_token = warpgroup_mma(v, dout_half.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = statistics.slice(WARPGROUP * HALF, HALF).load(per_query)
+    q = pipes.q.block(i, opaque(0), 0)
+    s = warpgroup_mma(pipes.k.block(entry, opaque(0), 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = pipes.statistics.index(i % pipes.q.STAGES).slice(0, mode.BLOCK_M).load(gl.SliceLayout(0, layout))
+    s = warpgroup_mma_wait(0, deps=(s,))
     p, factor = probabilities(s, lse, scales, mode)
-    p = hide(p, row + WARPGROUP * HALF, work.row, work.seqlen_k, MASKED, grid, mode)
-    both_p = pipes.ds.index(i % 2 * 2)
-    both_ds = pipes.ds.index(i % 2 * 2 + 1)
-    both_p.slice(WARPGROUP * HALF, HALF, dim=1).store(narrow(p, dtype))
-    p *= factor
-    delta = statistics.slice(mode.BLOCK_M + WARPGROUP * HALF, HALF).load(per_query)
-    ds = narrow(p * (warpgroup_mma_wait(0, deps=(dp_token,)) - delta[None, :]), dtype)
-    both_ds.slice(WARPGROUP * HALF, HALF, dim=1).store(ds)
-    fence_async_shared()
-    barrier_sync(mode.BARRIERS, WARPGROUPS)  # P and dS of both warpgroups are there
-
-    dv_token = warpgroup_mma(both_p, dout.slice(WARPGROUP * DIM_V, DIM_V, dim=1), dv, is_async=True)
-    no_dq = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
-    k_half = k.slice(WARPGROUP * DIM, DIM, dim=1)
-    dq_token = warpgroup_mma(both_ds.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-    dk_token = warpgroup_mma(both_ds, q.slice(WARPGROUP * DIM, DIM, dim=1), dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=(dv_token,))
-    pipes.dout.release(i)
-    left, right = halves(warpgroup_mma_wait(1, deps=(dq_token,)))
-    send_dq(left, outbox, 2 * i + 2 * entry)
-    if MORE:
-        s_token = wide_scores(i + 1, entry, WARPGROUP, pipes, mode)
-    send_dq(right, outbox, 2 * i + 1 + 2 * entry)
-    if MORE:
-        dk, s = warpgroup_mma_wait(0, deps=(dk_token, s_token))
-    else:
-        dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    pipes.q.release(i)
-    return dk, dv, s
+    row = (work.end - work.blocks + more) * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
+    p = hide(p, row, work.row, work.seqlen_k, mode.LEFT, grid, mode)
+    if mode.MASKED > 0 and more < mode.MASKED:
+        p = hide(p, row, work.row, work.seqlen_k, True, grid, mode)
+    return p, factor
 
 
 @gluon.jit
-def wide_walk(dk, dv, i, entry, span, work, WARPGROUP: gl.constexpr, pipes, grid, scales, mode):
-    """As walk. The blocks that the diagonal crosses start from an S of their own."""
-    LAST: gl.constexpr = 1 if mode.MASKED == 0 else mode.MASKED
-    HIDES: gl.constexpr = mode.LEFT or mode.MASKED > 0
-    row = work.end * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
-    s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
-    for _ in range(LAST, work.blocks):
-        row -= mode.BLOCK_M
-        dk, dv, s = wide_step(dk, dv, s, i, entry, row, work, mode.LEFT, True, WARPGROUP, pipes, grid, scales, mode)
+def start_wide_dq(i, entry, WARPGROUP: gl.constexpr, pipes, mode):
+    """Start this warpgroup's half of the columns of block i's dQ."""
+    keys = pipes.k.block(entry, opaque(0), 0)
+    DIM: gl.constexpr = keys.shape[1] // 2
+    no_dq = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
+    ds = pipes.ds.index(i % 2).permute((1, 0))
+    return warpgroup_mma(ds, keys.slice(WARPGROUP * DIM, DIM, dim=1), no_dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def wide_dv_step(dv, i, more, entry, FIRST: gl.constexpr, work, pipes, grid, scales, mode):
+    """The first warpgroup's step: P of block number i, which goes to the other warpgroup, then dV. Beside that product,
+    but for the FIRST block of a head, half of the dQ of the block before, whose dS has come meanwhile."""
+    dtype: gl.constexpr = pipes.q.blocks.dtype
+    outbox = pipes.outboxes[0]
+    payload = 2 * (i - 1 + entry)
+    p, factor = wide_probabilities(i, more, entry, work, pipes, grid, scales, mode)
+    p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(dv.shape[1]))
+    if not FIRST:
+        barrier_sync(mode.BARRIERS + 1, WARPGROUPS)  # dS of the block before is there, so its P has been read
+    pipes.p.store(narrow(p * factor, dtype))
+    barrier_arrive(mode.BARRIERS, WARPGROUPS)
+    if not FIRST:
+        dq = start_wide_dq(i - 1, entry, 0, pipes, mode)
+    pipes.dout.wait(i)
+    dv = warpgroup_mma(p_operand, pipes.dout.block(i, opaque(0), 0), dv, is_async=True)
+    if not FIRST:
+        left, right = halves(warpgroup_mma_wait(1, deps=(dq,)))
+        send_dq(left, outbox, payload)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    pipes.dout.release(i)
+    if not FIRST:
+        send_dq(right, outbox, payload + 1)
+    return dv
+
+
+@gluon.jit
+def wide_dv_walk(dv, i, entry, work, pipes, grid, scales, mode):
+    """As walk, of the first warpgroup: add to dV, send its halves of dQ."""
+    dv = wide_dv_step(dv, i, work.blocks - 1, entry, True, work, pipes, grid, scales, mode)
+    for more in range(work.blocks - 2, -1, -1):
         i += 1
-    for last in gl.static_range(LAST):
-        row -= mode.BLOCK_M
-        if last > 0:
-            s = warpgroup_mma_wait(0, deps=(wide_scores(i, entry, WARPGROUP, pipes, mode),))
-        dk, dv, s = wide_step(dk, dv, s, i, entry, row, work, HIDES, False, WARPGROUP, pipes, grid, scales, mode)
+        dv = wide_dv_step(dv, i, more, entry, False, work, pipes, grid, scales, mode)
+    barrier_sync(mode.BARRIERS + 1, WARPGROUPS)
+    dq = warpgroup_mma_wait(0, deps=(start_wide_dq(i, entry, 0, pipes, mode),))
+    send_halves(dq, pipes.outboxes[0], 2 * (i + entry))
+    return dv, i + 1
+
+
+@gluon.jit
+def wide_dk_step(dk, i, entry, pipes, mode):
+    """The second warpgroup's step: dP of block number i and, with P from the other warpgroup, dS, which both need; then
+    dK and the other half of dQ."""
+    layout: gl.constexpr = product_layout(mode.BLOCK_M)
+    dtype: gl.constexpr = pipes.q.blocks.dtype
+    zero = gl.zeros([ROWS, mode.BLOCK_M], gl.float32, layout)
+    pipes.dout.wait(i)
+    dout = pipes.dout.block(i, opaque(0), 0)
+    dp = warpgroup_mma(pipes.v.block(entry, opaque(0), 0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    pipes.q.wait(i)
+    statistics = pipes.statistics.index(i % pipes.q.STAGES)
+    delta = statistics.slice(mode.BLOCK_M, mode.BLOCK_M).load(gl.SliceLayout(0, layout))
+    barrier_sync(mode.BARRIERS, WARPGROUPS)  # P is there
+    p = pipes.p.load(layout)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    pipes.dout.release(i)
+    ds = narrow(p.to(gl.float32) * (dp - delta[None, :]), dtype)
+    pipes.ds.index(i % 2).store(ds)
+    fence_async_shared()
+    barrier_arrive(mode.BARRIERS + 1, WARPGROUPS)
+    dq = start_wide_dq(i, entry, 1, pipes, mode)
+    q = pipes.q.block(i, opaque(0), 0)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(dk.shape[1])), q, dk, is_async=True)
+    left, right = halves(warpgroup_mma_wait(1, deps=(dq,)))
+    send_dq(left, pipes.outboxes[1], 2 * (i + entry))
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    pipes.q.release(i)
+    send_dq(right, pipes.outboxes[1], 2 * (i + entry) + 1)
+    return dk
+
+
+@gluon.jit
+def wide_dk_walk(dk, i, entry, work, pipes, grid, scales, mode):
+    """As walk, of the second warpgroup: add to dK, send its halves of dQ."""
+    for _ in range(work.blocks):
+        dk = wide_dk_step(dk, i, entry, pipes, mode)
         i += 1
-    return dk, dv, i
+    return dk, i

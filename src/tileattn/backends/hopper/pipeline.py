@@ -196,9 +196,9 @@ class Outbox:
         barrier_sync(self.FILLED, WARP + WARPGROUP_THREADS)
 
     @gluon.jit
-    def release(self, PENDING: gl.constexpr = 0):
-        """Carrier: the payload, stored through TMA before the last PENDING of this warp, has been read."""
-        store_wait(PENDING)
+    def release(self):
+        """Carrier: the payload, stored through TMA, has been read."""
+        store_wait(0)
         mbarrier.arrive(self.taken.index(0), count=1)
 
 
