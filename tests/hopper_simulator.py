@@ -655,9 +655,9 @@ class Kernel:
             )
         if counter[0] != 0:
             raise FaultError(f"the tile counter is left at {counter[0]}")
-        of_tiles = sums[len(sums) - plan.tile.sums * plan.shared * plan.tile.block_m * plan.tile.block_dim // 32 :]
-        dq = finish(problem, plan, places, inputs, sums[: len(sums) - len(of_tiles)])
-        finish_tiles(problem, plan, of_tiles, dk, dv)
+        of_parts = sums[len(sums) - plan.tile.sums * plan.parts * plan.tile.block_m * plan.tile.block_dim // 32 :]
+        dq = finish(problem, plan, places, inputs, sums[: len(sums) - len(of_parts)])
+        finish_tiles(problem, plan, of_parts, dk, dv)
         return Gradients(*(torch.from_numpy(x).to(problem.dtype) for x in (dq, dk, dv)))
 
     def _load(self, name: str, modules: dict[str, Any]) -> dict[str, Any]:
@@ -703,8 +703,9 @@ def prepare(
     lse, delta = (x.masked_fill(places < 0, 0.0) for x in of_rows)
     lse = lse.masked_fill((places < 0) | (lse == float("-inf")), float("inf"))
     statistics = torch.stack([x * unit for x, unit in zip((lse, delta), plan.units, strict=True)], 2)
-    blocks = heads * len(places) + tile.sums * plan.shared
-    sums = np.zeros((blocks * tile.block_m * tile.block_dim // 32, 32), np.float32)
+    rows = tile.block_m * tile.block_dim // 32  # of a block
+    sums = np.full(((heads * len(places) + tile.sums * plan.parts) * rows, 32), np.nan, np.float32)
+    sums[: heads * len(places) * rows] = 0.0
     return statistics.flatten().numpy(), sums
 
 
@@ -727,11 +728,14 @@ def in_rows(plan: BackwardPlan, sums: np.ndarray) -> torch.Tensor:
 
 
 def finish_tiles(problem: Problem, plan: BackwardPlan, sums: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> None:
-    """What finish_kernel makes of the sums of tiles that programs share."""
+    """What finish_kernel makes of the parts of tiles that programs share."""
     p, block_n = problem, plan.tile.block_n
     first = num_tiles(p) - plan.shared
-    for n, x in enumerate(in_rows(plan, sums).reshape(-1, block_n, plan.tile.block_dim)):
-        head, block = divmod(first + n // 2, -(-p.seqlen_k // block_n))
+    parts = in_rows(plan, sums).reshape(-1, 2, block_n, plan.tile.block_dim)
+    for tile in range(plan.shared):
+        ranges = {step // plan.steps for step in range(tile * plan.query_blocks, (tile + 1) * plan.query_blocks)}
+        head, block = divmod(first + tile, -(-p.seqlen_k // block_n))
         rows = slice(block * block_n, min((block + 1) * block_n, p.seqlen_k))
-        into, scale = (dk, p.scale) if n % 2 else (dv, 1.0)
-        into[head // p.num_heads, rows, head % p.num_heads] = x[: rows.stop - rows.start, : p.head_dim] * scale
+        both = sum(parts[tile + n] for n in ranges)[:, : rows.stop - rows.start, : p.head_dim]
+        for into, x in (dv, both[0]), (dk, both[1] * p.scale):
+            into[head // p.num_heads, rows, head % p.num_heads] = x

@@ -38,13 +38,11 @@ def test_statistics_are_padded_and_the_sums_start_at_zero(block_m, block_dim, he
     lse, dlse = torch.randn(2, batch, heads, seqlen_q)
     lse[0, 0, 3] = float("-inf")
     blocks = batch * heads * blocks_m
-    more = 2 * blocks + 3
-    statistics = torch.full((blocks, 2, block_m), torch.nan)
-    sums = torch.full((blocks + more, block_m * block_dim), torch.nan)
+    statistics, sums = torch.full((blocks, 2, block_m), torch.nan), torch.full((blocks, block_m * block_dim), torch.nan)
     turns = torch.full((blocks * 2,), 7, dtype=torch.int32)
     prepare_kernel[(blocks,)](
         out, dout, *[stride // 8 for stride in dout.stride()[:3]], lse, dlse, statistics, sums, turns,
-        more, None, batch, seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
+        None, batch, seqlen_q, heads, blocks_m, -1.5, -1.0, head_dim, block_dim, block_dim, block_m,
     )  # fmt: skip
     found = statistics.view(heads, batch, blocks_m, 2, block_m).transpose(0, 1)
     found_lse, found_delta = found.movedim(3, 0).flatten(3)
@@ -68,36 +66,39 @@ def test_sums_come_back_in_rows(block_m, block_dim, head_dim, seqlen_q):
     columns = min(64, block_m * block_dim // 128)
     found = torch.full((batch, seqlen_q, heads, head_dim), torch.nan)
     finish_kernel[(batch * heads * blocks_m,)](
-        _as_sent(dq.transpose(0, 1), block_m, columns), found, found, found, 1, 0, 0, None, batch, seqlen_q,
+        _as_sent(dq.transpose(0, 1), block_m, columns), found, found, found, 1, 0, 0, 1, None, batch, seqlen_q,
         heads, blocks_m, 0.5, head_dim, block_dim, block_m, 2,
     )  # fmt: skip
     assert torch.equal(found, 0.5 * dq[:, :, :seqlen_q, :head_dim].transpose(1, 2))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize(
     ("block_m", "block_n", "block_dim", "head_dim"), [(64, 128, 64, 64), (128, 128, 128, 96), (64, 64, 256, 200)]
 )
-def test_sums_of_the_last_tiles_come_behind_those_of_dq(block_m, block_n, block_dim, head_dim):
+def test_parts_of_the_last_tiles_are_summed_behind_dq(block_m, block_n, block_dim, head_dim, steps):
     from tileattn.backends.hopper.backward_ends import finish_kernel
 
-    batch, heads, seqlen_q, seqlen_k, last = 2, 3, 70, 300, 7
-    columns, blocks_q, blocks_k = min(64, block_m * block_dim // 128), -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    batch, heads, blocks_q, seqlen_k, last = 2, 3, 4, 300, 7
+    seqlen_q, blocks_k = blocks_q * block_m - 20, -(-seqlen_k // block_n)
+    columns = min(64, block_m * block_dim // 128)
     dq = torch.randn(heads, batch, blocks_q * block_m, block_dim)
-    dk, dv = torch.randn(2, batch, heads, blocks_k, block_n, block_dim)
-    of_tiles = torch.stack([dv.flatten(0, 2), dk.flatten(0, 2)], 1)[-last:]
-    sums = torch.cat([_as_sent(x, block_m, columns).view(-1, 4) for x in (dq, of_tiles.flatten(0, 1)[None])])
+    parts = torch.randn(last + -(-last * blocks_q // steps) - 1, 2, block_n, block_dim)  # of dV and dK
+    sums = torch.cat([_as_sent(x, block_m, columns).view(-1, 4) for x in (dq, parts.flatten(0, 1)[None])])
     found = [torch.full((batch, n, heads, head_dim), torch.nan) for n in (seqlen_q, seqlen_k, seqlen_k)]
     tiles, tile_sums = batch * heads * blocks_k, 2 * block_n // block_m
     finish_kernel[(heads * batch * blocks_q + tile_sums * last,)](
-        sums, *found, seqlen_k, tiles - last, tile_sums * last, None, batch, seqlen_q, heads, blocks_q, 0.5,
+        sums, *found, seqlen_k, tiles - last, tile_sums * last, steps, None, batch, seqlen_q, heads, blocks_q, 0.5,
         head_dim, block_dim, block_m, tile_sums,
     )  # fmt: skip
     assert torch.equal(found[0], 0.5 * dq[..., :seqlen_q, :head_dim].permute(1, 2, 0, 3))
-    shared = (torch.arange(tiles) >= tiles - last).view(batch, heads, blocks_k)
-    for x, sums_of, scale in zip(found[1:], (dk, dv), (0.5, 1.0), strict=True):
-        expected = (scale * sums_of).masked_fill(~shared[..., None, None], torch.nan)
-        expected = expected.flatten(2, 3)[:, :, :seqlen_k, :head_dim].transpose(1, 2)
+    dv, dk = torch.full((2, tiles, block_n, block_dim), torch.nan)
+    for tile in range(last):
+        ranges = range(tile * blocks_q // steps, ((tile + 1) * blocks_q - 1) // steps + 1)
+        dv[tiles - last + tile], dk[tiles - last + tile] = sum(parts[tile + n] for n in ranges)
+    for x, expected in zip(found[1:], (0.5 * dk, dv), strict=True):
+        expected = expected.view(batch, heads, -1, block_dim)[:, :, :seqlen_k, :head_dim].transpose(1, 2)
         assert torch.equal(x.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -122,7 +123,7 @@ def test_packed_sequences_have_places_of_their_own(block_m, least):
     sizes = ends, len(LENGTHS), total, heads, least
     prepare_kernel[(heads * places,)](
         out, dout, 2**30, *[stride // 8 for stride in dout.stride()[:2]], lse, None, statistics, sums, None,
-        0, *sizes, 1.0, 1.0, dim, dim, dim, block_m,
+        *sizes, 1.0, 1.0, dim, dim, dim, block_m,
     )  # fmt: skip
     found_lse, found_delta = statistics.view(heads, places, 2, block_m).movedim(2, 0)
     delta = (out * dout).sum(-1).T
@@ -130,7 +131,7 @@ def test_packed_sequences_have_places_of_their_own(block_m, least):
     found = torch.full((total, heads, dim), torch.nan)
     columns = min(64, block_m * dim // 128)
     finish_kernel[(heads * places,)](
-        _as_sent(dq, block_m, columns), found, found, found, 1, 0, 0, *sizes, 2.0, dim, dim, block_m, 2
+        _as_sent(dq, block_m, columns), found, found, found, 1, 0, 0, 1, *sizes, 2.0, dim, dim, block_m, 2
     )
     taken = 0
     for sequence, length in enumerate(LENGTHS):

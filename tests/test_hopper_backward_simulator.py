@@ -410,7 +410,11 @@ SHARED_FAULTS = {
     "dV and dK of a part are stored": ("backward", "if mode.SPLIT and is_part(work, mode)", "if 0"),
     "the rest of a range is left": ("schedule", "    elif left == 0:\n", "    else:\n"),
     "a part begins where its tile does": ("schedule", "end = work.end - first", "end = work.end"),
-    "all sums are those of the first tile": ("schedule", "* (tile - whole_tiles(grid))", ""),
+    "all parts of a tile lie in one place": (
+        "schedule",
+        "part = tile + (tile * blocks + blocks - work.end) // grid.steps",
+        "part = tile",
+    ),
     "dK is sent before dV has left": (
         "backward",
         "send_halves(dk, outbox, payload + 1)",

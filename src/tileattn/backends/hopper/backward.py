@@ -158,7 +158,7 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
 
 @gluon.jit
 def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
-    """Add a part's dV and dK, as an outbox has them, to the sums of a tile that programs share."""
+    """Store a part's dV and dK as an outbox has them; finish_kernel sums the parts of a tile."""
     place = place_of_sums(work, grid, mode)
     for n in gl.static_range(2 * mode.PARTS * mode.BLOCK_N // mode.BLOCK_M):
         if not mode.TALL or n != 1:  # dV is one payload there
@@ -168,7 +168,7 @@ def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
         else:
             part = ((place + n // mode.PARTS) * mode.WARPGROUPS + WARPGROUP) * mode.PARTS + n % mode.PARTS
         at = part * dq_desc.block_type.shape[0]
-        tma_reduce_add(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
+        tma_store(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
         if not mode.TALL or n != 0:
             outbox.release()
 

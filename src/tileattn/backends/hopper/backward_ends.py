@@ -47,7 +47,6 @@ def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
         "dout_batch",
         "dout_row",
         "dout_head",
-        "more_sums",
         "sequences",
         "seqlen_q",
         "num_heads",
@@ -59,11 +58,10 @@ def _offsets(batch_stride, row_stride, head_stride, batch, head, rows, columns):
 )
 def prepare_kernel(
     out_ptr, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr,
-    more_sums, cu_ptr, sequences, seqlen_q, num_heads, blocks, lse_unit, delta_unit,
+    cu_ptr, sequences, seqlen_q, num_heads, blocks, lse_unit, delta_unit,
     DIM_V: tl.constexpr, BLOCK_DIM_V: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """lse and delta = rowsum(dout * out) - dlse of a block, in the kernel's units; its dQ, and its turns, set to 0.
-    more_sums: blocks behind those of dQ, set to 0 as well.
 
     Rows that see nothing, and those past the end, get an lse of infinity: their probabilities are 0. Strides of dout
     count eight elements.
@@ -87,42 +85,56 @@ def prepare_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + offs_m, lse * lse_unit)
     tl.store(statistics_ptr + place * (2 * BLOCK_M) + BLOCK_M + offs_m, delta * delta_unit)
-    of_sums = tl.arange(0, BLOCK_M * BLOCK_DIM)
-    tl.store(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + of_sums, 0.0)
-    for more in range(pid, more_sums, programs):
-        tl.store(sums_ptr + (programs + more).to(tl.int64) * (BLOCK_M * BLOCK_DIM) + of_sums, 0.0)
+    tl.store(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM), 0.0)
     if turns_ptr is not None:
         tl.store(turns_ptr + place * 2 + tl.arange(0, 2), 0)
 
 
 @triton.jit(
-    do_not_specialize=["seqlen_k", "first_shared", "more_sums", "sequences", "seqlen_q", "num_heads", "blocks"],
+    do_not_specialize=[
+        "seqlen_k",
+        "first_shared",
+        "of_tiles",
+        "steps",
+        "sequences",
+        "seqlen_q",
+        "num_heads",
+        "blocks",
+    ],
     do_not_specialize_on_alignment=["cu_ptr"],
 )
 def finish_kernel(
-    sums_ptr, dq_ptr, dk_ptr, dv_ptr, seqlen_k, first_shared, more_sums,
+    sums_ptr, dq_ptr, dk_ptr, dv_ptr, seqlen_k, first_shared, of_tiles, steps,
     cu_ptr, sequences, seqlen_q, num_heads, blocks, scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, TILE_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded. Behind those, more_sums of
-    them, come dV and dK of each tile from first_shared on, TILE_SUMS together."""
-    pid, programs = tl.program_id(0), tl.num_programs(0) - more_sums
+    """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded. The last of_tiles programs
+    sum dV and dK of the tiles from first_shared on, TILE_SUMS blocks each, whose parts lie as schedule.place_of_sums
+    says: in one order always."""
+    pid, programs = tl.program_id(0), tl.num_programs(0) - of_tiles
+    parts = 1
     if pid < programs:
         batch, head, place, rows, end = _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK_M)
         into_ptr, length = dq_ptr, seqlen_q
     else:
         HALF: tl.constexpr = TILE_SUMS // 2
         number = (pid - programs) % TILE_SUMS
-        tile = first_shared + (pid - programs) // TILE_SUMS
+        tile = (pid - programs) // TILE_SUMS
+        first_range = tile * blocks // steps
+        parts = (tile * blocks + blocks - 1) // steps - first_range + 1
+        place = (programs + (tile + first_range) * TILE_SUMS + number).to(tl.int64)
+        tile += first_shared
         blocks_n = tl.cdiv(seqlen_k, BLOCK_M * HALF)
         batch, head = tile // blocks_n // num_heads, tile // blocks_n % num_heads
-        place = pid.to(tl.int64)
         rows, end = (tile % blocks_n * HALF + number % HALF) * BLOCK_M + tl.arange(0, BLOCK_M), seqlen_k
         into_ptr, length = dk_ptr, seqlen_k
         if number < HALF:
             into_ptr, scale = dv_ptr, 1.0
     N: tl.constexpr = min(64, BLOCK_M * BLOCK_DIM // 128)  # columns of a part; the parts of 64 rows come together
-    sums = tl.load(sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM))
+    block = sums_ptr + place * (BLOCK_M * BLOCK_DIM) + tl.arange(0, BLOCK_M * BLOCK_DIM)
+    sums = tl.load(block)
+    for part in range(1, parts):
+        sums += tl.load(block + part * (TILE_SUMS * BLOCK_M * BLOCK_DIM))
     sums = sums.reshape([BLOCK_M // 64, BLOCK_DIM // N, N // 8, 4, 8, 4, 2, 2]).permute((0, 3, 6, 4, 1, 2, 5, 7))
     columns = tl.arange(0, BLOCK_DIM)
     mask = (rows < end)[:, None] & (columns < DIM)[None, :]

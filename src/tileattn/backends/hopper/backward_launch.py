@@ -72,7 +72,7 @@ class BackwardTile(NamedTuple):
 
     @property
     def sums(self) -> int:
-        """Blocks of dQ whose memory the sums of dV and dK of a tile take."""
+        """Blocks of dQ whose memory dV and dK of a part of a tile take."""
         return 2 * self.block_n // self.block_m
 
 
@@ -106,6 +106,15 @@ class BackwardPlan(NamedTuple):
     query_blocks: int
     mode: BackwardMode
     kernels: tuple[list[Any], ...]
+
+    @property
+    def steps(self) -> int:
+        return self.sizes[3]
+
+    @property
+    def parts(self) -> int:
+        """Of tiles that programs share, at most: every range ends one, and every tile."""
+        return max(-(-self.shared * self.query_blocks // self.steps) + self.shared - 1, 0)
 
 
 def backward_tile_for(problem: Problem) -> BackwardTile:
@@ -196,7 +205,7 @@ def _last_round_of(problem: Problem, steps: int) -> tuple[int, int]:
     """The tiles that are too few for all programs, and how many of their steps a program does, so that all end
     together; none, and the steps of a tile, where that would save less than a hundredth.
 
-    What it costs, some three steps: most programs begin and end a tile more, and sums are set to 0, added and read.
+    What it costs, some three steps: most programs begin and end a tile more, and parts are stored, read and summed.
     """
     programs = _most_programs(problem)
     rounds, tiles = divmod(num_tiles(problem), programs)
@@ -225,8 +234,8 @@ def _section_of(problem: Problem) -> int:
 
 class Workspace(NamedTuple):
     """statistics: by (head, place of a block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in
-    the order of backward_steps.keep_dq, and behind them, of each tile that programs share, those of dV and dK. turns:
-    of each half of a block, how many key blocks have added to it."""
+    the order of backward_steps.keep_dq, and behind them those of dV and dK of each part of a tile that programs share.
+    turns: of each half of a block, how many key blocks have added to it."""
 
     statistics: Tensor
     dq: Tensor
@@ -242,7 +251,7 @@ def places_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> int:
 def workspace_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> Workspace:
     p, tile, device = problem, plan.tile, q.device
     blocks = p.num_heads * places_for(p, plan, q)
-    sums = blocks + tile.sums * plan.shared
+    sums = blocks + tile.sums * plan.parts
     return Workspace(
         torch.empty(blocks * 2 * tile.block_m, dtype=torch.float32, device=device),
         torch.empty(sums * tile.block_m * tile.block_dim // 32, 32, dtype=torch.float32, device=device),
@@ -345,7 +354,7 @@ def _launch(
         table = table_of(*ends, p.num_heads_k, tile.block_n, plan.kernels[4], stream, run)
     args = backward_arguments(plan, inputs, dout, workspace, dk, dv, counter_for(p.device, stream), table)
     dout = args[3]
-    blocks, more_sums = p.num_heads * places_for(p, plan, inputs.q), tile.sums * plan.shared
+    blocks, of_tiles = p.num_heads * places_for(p, plan, inputs.q), tile.sums * plan.shared
     sizes = inputs.cu_seqlens_q, p.batch, inputs.q.shape[-3], p.num_heads, plan.query_blocks
     prepare = (
         _aligned(forward.out),
@@ -354,7 +363,6 @@ def _launch(
         _aligned(forward.lse),
         None if dlse is None else _aligned(dlse),
         *workspace,
-        more_sums,
         *sizes,
         *plan.units,
         p.head_dim_v,
@@ -366,9 +374,9 @@ def _launch(
     tiles = num_tiles(p, inputs.k if p.varlen else None)
     programs = _most_programs(p) if plan.shared else min(_most_programs(p), tiles)
     run(attention_backward, plan.kernels[2], programs, args, stream, tile.options)
-    shared = dk, dv, p.seqlen_k, tiles - plan.shared, more_sums
+    shared = dk, dv, p.seqlen_k, tiles - plan.shared, of_tiles, plan.steps
     finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m, tile.sums)
-    run(finish_kernel, plan.kernels[3], blocks + more_sums, finish, stream)
+    run(finish_kernel, plan.kernels[3], blocks + of_tiles, finish, stream)
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,

@@ -482,10 +482,16 @@ def is_part(work, mode):
 
 @gluon.jit
 def place_of_sums(work, grid, mode):
-    """SPLIT: where dV, and behind it dK, of a tile are summed, in blocks of BLOCK_M rows, tile after tile behind dQ."""
+    """SPLIT: where a part's dV, and behind it its dK, lie, in blocks of BLOCK_M rows, part after part behind dQ.
+
+    With a part its tile ends, or its range, or both: the sum of their numbers is no other part's. Tiles are numbered
+    head after head, as no window bounds them.
+    """
+    blocks = query_blocks(work.seqlen_q, mode)
     blocks_n = (work.seqlen_k + mode.BLOCK_N - 1) // mode.BLOCK_N
-    tile = (work.batch * grid.num_heads + work.head) * blocks_n + work.row // mode.BLOCK_N
-    return grid.num_heads * grid.places + 2 * mode.BLOCK_N // mode.BLOCK_M * (tile - whole_tiles(grid))
+    tile = (work.batch * grid.num_heads + work.head) * blocks_n + work.row // mode.BLOCK_N - whole_tiles(grid)
+    part = tile + (tile * blocks + blocks - work.end) // grid.steps
+    return grid.num_heads * grid.places + 2 * mode.BLOCK_N // mode.BLOCK_M * part
 
 
 @gluon.jit
