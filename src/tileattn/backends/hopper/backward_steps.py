@@ -80,10 +80,10 @@ class Pipes(NamedTuple):
     """What goes between the partitions.
 
     queue: of tiles, whose ring is k. statistics: lse and delta of a block of queries, [2, 2 * BLOCK_M], on the
-    mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M]; TALL: two of [1, BLOCK_N, 64], by halves of the
-    queries. p: WIDE: P^T, [BLOCK_N, BLOCK_M]. outboxes: of the warpgroups. turn: TALL: the mbarrier by which the
-    first warpgroup passes the matrix units on (one that nobody waits for is dead to Triton, which gives its memory
-    away; the hardware still writes there).
+    mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M], of one alone [1, ...]; TALL: two of
+    [1, BLOCK_N, 64], by halves of the queries. p: WIDE: P^T, [BLOCK_N, BLOCK_M]. outboxes: of the warpgroups. turn:
+    TALL: the mbarrier by which the first warpgroup passes the matrix units on (one that nobody waits for is dead to
+    Triton, which gives its memory away; the hardware still writes there).
     """
 
     queue: Any
