@@ -54,11 +54,11 @@ def test_products_stay_asynchronous_and_registers_suffice(name):
     found = compile_backward(*(packed(call, **options) if varlen else call))
     serialised = [line for line in found.warnings if re.search("C75(10|11|12|14)", line)]
     assert serialised == []
-    # k16 steps of wgmma in both warpgroups, for S, dP, dV, dQ and dK, and a wait for each; the assembler may wait for S
-    # once more where products start from statistics. At head_dim 128 dP comes in halves, dV is waited for with half of
-    # dK, and the first warpgroup waits for half of S. Where warpgroups share keys, dP and dK are of one, S and dV of the
-    # other, whose first block is computed before the loop, and its half of the last one's dQ behind it. At 64 there is
-    # one warpgroup, which computes half of its first S before the loop.
+    # k16 steps of wgmma in both warpgroups, for S, dP, dV, dQ and dK, and a wait for each; the assembler may wait
+    # for S once more where products start from statistics. At head_dim 128 dP comes in halves, dV is waited for
+    # with half of dK, and the first warpgroup waits for half of S. Where warpgroups share keys, dP and dK are of
+    # one, S and dV of the other, whose first block is computed before the loop, and its half of the last one's dQ
+    # behind it. At 64 there is one warpgroup, which computes half of its first S before the loop.
     products, waits = {64: (40, 6 * steps + 1), 128: (96, 13 * steps), 256: (72, 9 * steps)}[head_dim]
     assert found.count("HGMMA") == products * steps + (4 if head_dim == 64 else 0)
     assert waits <= sum("WARPGROUP.DEPBAR" in line for line in found.code) <= waits + steps
