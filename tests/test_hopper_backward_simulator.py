@@ -394,13 +394,14 @@ TALL_FAULTS = {
     "the parts of dQ are swapped": ("backward_steps", "left, right = halves(dq)", "right, left = halves(dq)"),
 }
 
-TURN_FAULTS = {
-    "the halves of dQ are swapped": FAULTS["the halves of dQ are swapped"],
+PARTS_FAULTS = {
+    "a carrying warp does not wait for the other's payload": ("backward", "outbox.wait(payload)\n", "pass\n"),
+    "the parts of dQ are swapped": ("backward", "+ warpgroup) * 2 + PART", "+ warpgroup) * 2 + 1 - PART"),
     "an outbox is given back while it is carried": FAULTS["an outbox is given back while it is carried"],
     "turns are of the block before": (
         "backward",
-        "turn_of(block, work, grid, mode), seen)\n",
-        "turn_of(block, work, grid, mode) - 1, seen)\n",
+        "turn_of(block, work, grid, mode)\n",
+        "turn_of(block, work, grid, mode) - 1\n",
     ),
 }
 
@@ -453,10 +454,10 @@ def test_a_planted_fault_is_caught_at_head_dim_256(fault):
     expect_fault(WIDE_FAULTS[fault], SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256))
 
 
-@pytest.mark.parametrize("fault", TURN_FAULTS)
-def test_a_planted_fault_is_caught_where_wide_tiles_take_turns(fault):
+@pytest.mark.parametrize("fault", PARTS_FAULTS)
+def test_a_planted_fault_is_caught_where_parts_take_turns(fault):
     case = SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256)
-    expect_fault(TURN_FAULTS[fault], case, deterministic=True)
+    expect_fault(PARTS_FAULTS[fault], case, deterministic=True)
 
 
 def expect_fault(fault: tuple[str, str, str], case: Case, **options) -> None:

@@ -117,10 +117,8 @@ def pass_turn_before(block, turns_ptr, work, grid, mode):
 def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
     """A carrying warp: adds a warpgroup's halves of dQ to global memory, stores its dV and dK.
 
-    DETERMINISTIC: key blocks add to a block of dQ in their order. WIDE: this warp waits until dQ is in global memory,
-    so that the next key block follows sooner, and looks meanwhile at the turn that it will wait for.
+    DETERMINISTIC: key blocks add to a block of dQ in their order.
     """
-    AT_ONCE: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
     outbox = pipes.outboxes[WARPGROUP]
     entry = grid.num_tiles * 0
     work = pipes.queue.receive(entry, grid)
@@ -129,24 +127,20 @@ def carry(WARPGROUP: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, 
         last = work.end - work.blocks
         for member in range(grid.group):
             first = first_place(work, work.head * grid.group + member, grid, mode) * mode.WARPGROUPS + WARPGROUP
-            seen = last * 0 - 1
             for block in range(work.end - 1, last - 1, -1):
                 half = first + block * mode.WARPGROUPS
                 if mode.DETERMINISTIC:
-                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode), seen)
+                    wait_for_turn(turns_ptr + half, turn_of(block, work, grid, mode))
                 for part in gl.static_range(mode.PARTS):
                     if part == 0 or mode.WIDE:
                         outbox.receive()
                     at = (half * mode.PARTS + part) * dq_desc.block_type.shape[0]
                     tma_reduce_add(dq_desc, [at, 0], outbox.part(part))
-                    if mode.DETERMINISTIC and part == 0 and not AT_ONCE:
+                    if mode.DETERMINISTIC and part == 0:
                         pass_turn_before(block, turns_ptr + first, work, grid, mode)
                     if part + 1 == mode.PARTS or mode.WIDE:
                         outbox.release()
-                if AT_ONCE:
-                    seen = look_ahead(turns_ptr + (first + gl.maximum(block - 1, last) * mode.WARPGROUPS))
-                    pass_turn(turns_ptr + half, turn_of(block, work, grid, mode) + 1, 0)
-            if mode.DETERMINISTIC and not AT_ONCE:
+            if mode.DETERMINISTIC:
                 pass_turn(turns_ptr + (first + last * mode.WARPGROUPS), turn_of(last, work, grid, mode) + 1, 0)
         if mode.SPLIT and is_part(work, mode):
             carry_sums(WARPGROUP, outbox, dq_desc, work, grid, mode)
@@ -177,6 +171,48 @@ def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
         tma_store(dq_desc, [at, 0], outbox.part(1 if mode.TALL and n == 1 else 0))
         if not mode.TALL or n != 0:
             outbox.release()
+
+
+@gluon.jit
+def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
+    """As carry, DETERMINISTIC and WIDE: every second payload of both warpgroups, a part of each dQ, then dV or dK.
+
+    Turns are of a part. This warp waits until its part is in global memory while the other carries the other part, so
+    the next key block follows sooner.
+    """
+    entry = grid.num_tiles * 0
+    payload = grid.num_tiles * 0 + PART
+    work = pipes.queue.receive(entry, grid)
+    while work.blocks > 0:
+        pipes.k.release(entry)
+        last = work.end - work.blocks
+        for member in range(grid.group):
+            first = first_place(work, work.head * grid.group + member, grid, mode)
+            seen = last * 0 - 1
+            for block in range(work.end - 1, last - 1, -1):
+                turn = turn_of(block, work, grid, mode)
+                turn_ptr = turns_ptr + ((first + block) * 2 + PART)
+                wait_for_turn(turn_ptr, turn, seen)
+                for warpgroup in gl.static_range(1, -1, -1):  # the second's comes half a step before the first's
+                    outbox = pipes.outboxes[warpgroup]
+                    outbox.wait(payload)
+                    outbox.receive()
+                    part = ((first + block) * 2 + warpgroup) * 2 + PART
+                    tma_reduce_add(dq_desc, [part * dq_desc.block_type.shape[0], 0], outbox.block)
+                    outbox.release()
+                seen = look_ahead(turns_ptr + ((first + gl.maximum(block - 1, last)) * 2 + PART))
+                pass_turn(turn_ptr, turn + 1, 0)
+                payload += 2
+        for warpgroup in gl.static_range(2):
+            outbox = pipes.outboxes[warpgroup]
+            outbox.wait(payload)
+            outbox.receive()
+            store_rows(warpgroup, PART, outbox.block, dk_desc, dv_desc, work, mode)
+            outbox.release()
+        payload += 2
+        entry += 1
+        work = pipes.queue.receive(entry, grid)
+    pipes.k.release(entry)
 
 
 @gluon.jit
@@ -349,6 +385,7 @@ def attention_backward(
         outboxes,
         make_turn() if mode.TALL else None,
     )
+    BY_PART: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
     fence_async_shared()
     if mode.WARPGROUPS == 1:
         gl.warp_specialize(
@@ -366,8 +403,8 @@ def attention_backward(
                 (differentiate_wide if mode.WIDE else differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
                 (differentiate_wide if mode.WIDE else differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
                 (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
-                (carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
-                (carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
