@@ -177,6 +177,8 @@ def test_no_extra_memory_but_dq_in_float32_and_two_statistics_a_row(head_dim, nu
     rows, blocks_of_64 = 2 * 4096 * num_heads, 2 * 64 * num_heads
     plan = backward_launch.backward_plan_for(problem)
     parts = plan.parts * 2 * plan.tile.block_n * head_dim * 4
+    if parts:
+        parts += 2**20  # torch gives a block of memory whole where less than this would be left of it
     assert plan.parts < 2 * backward_launch._most_programs(problem)
     assert extra <= rows * (4 * head_dim + 2 * 4) + deterministic * blocks_of_64 * 2 * 4 + parts
 
