@@ -536,7 +536,17 @@ class Kernel:
         spec = importlib.util.find_spec("tileattn.backends")
         assert spec is not None
         folder = Path(str(spec.origin)).parent / "hopper"
-        names = ("pipeline", "schedule", "softmax", "forward", "backward_steps", "backward_alone", "backward")
+        names = (
+            "pipeline",
+            "schedule",
+            "softmax",
+            "forward",
+            "backward_steps",
+            "backward_alone",
+            "backward_wide",
+            "backward_carry",
+            "backward",
+        )
         self.sources = {name: (folder / f"{name}.py").read_text() for name in names}
         for name, old, new in edits:
             assert self.sources[name].count(old) >= 1, f"{name}.py: {old!r} is not there"

@@ -223,11 +223,11 @@ FAULTS = {
     "an outbox's phase is swapped": ("pipeline", "(i & 1) ^ 1", "i & 1"),
     "an outbox is given back while it is carried": ("pipeline", "        store_wait(0)\n", ""),
     "the halves of dQ are swapped": (
-        "backward",
+        "backward_carry",
         "grid, mode) * mode.WARPGROUPS + WARPGROUP",
         "grid, mode) * mode.WARPGROUPS + 1 - WARPGROUP",
     ),
-    "dV is stored as dK": ("backward", "dk_desc if IS_DK else dv_desc", "dk_desc"),
+    "dV is stored as dK": ("backward_carry", "dk_desc if IS_DK else dv_desc", "dk_desc"),
     "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
 }
 
@@ -280,62 +280,62 @@ ALONE_FAULTS = {
 
 WIDE_FAULTS = {
     "S is read while in flight": (
-        "backward_steps",
+        "backward_wide",
         "    s = warpgroup_mma_wait(0, deps=(s,))\n    p, factor",
         "    s = warpgroup_mma_wait(1, deps=(s,))\n    p, factor",
     ),
     "queries are released before dK has read them": (
-        "backward_steps",
+        "backward_wide",
         "    dk = warpgroup_mma_wait(0, deps=(dk,))\n    pipes.q.release(i)\n    send_dq",
         "    pipes.q.release(i)\n    dk = warpgroup_mma_wait(0, deps=(dk,))\n    send_dq",
     ),
-    "nobody waits for the queries": ("backward_steps", "    pipes.q.wait(i)\n", ""),
-    "dP does not wait for dout": ("backward_steps", "    pipes.dout.wait(i)\n    dout = pipes", "    dout = pipes"),
-    "dV does not wait for dout": ("backward_steps", "    pipes.dout.wait(i)\n    dv = ", "    dv = "),
+    "nobody waits for the queries": ("backward_wide", "    pipes.q.wait(i)\n", ""),
+    "dP does not wait for dout": ("backward_wide", "    pipes.dout.wait(i)\n    dout = pipes", "    dout = pipes"),
+    "dV does not wait for dout": ("backward_wide", "    pipes.dout.wait(i)\n    dv = ", "    dv = "),
     "dout is released before dP has read it": (
-        "backward_steps",
+        "backward_wide",
         "    dp = warpgroup_mma_wait(0, deps=(dp,))\n    pipes.dout.release(i)",
         "    pipes.dout.release(i)\n    dp = warpgroup_mma_wait(0, deps=(dp,))",
     ),
     "dout is released before dV has read it": (
-        "backward_steps",
+        "backward_wide",
         "    dv = warpgroup_mma_wait(0, deps=(dv,))\n    pipes.dout.release(i)",
         "    pipes.dout.release(i)\n    dv = warpgroup_mma_wait(0, deps=(dv,))",
     ),
     "nobody waits for the values": (
-        "backward",
+        "backward_wide",
         "        if WARPGROUP == 1:\n            pipes.v.wait(entry)\n",
         "",
     ),
     "P is read before it is there": (
-        "backward_steps",
+        "backward_wide",
         "    barrier_sync(mode.BARRIERS, WARPGROUPS)  # P is there\n    p = pipes.p.load(layout)\n",
         "    p = pipes.p.load(layout)\n    barrier_sync(mode.BARRIERS, WARPGROUPS)\n",
     ),
     "P is overwritten before it has been read": (
-        "backward_steps",
+        "backward_wide",
         "    if not FIRST:\n        barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
         "    pipes.p.store(narrow(p * factor, dtype))\n"
         "    if not FIRST:\n        barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
     ),
     "dS is read before it is there": (
-        "backward_steps",
+        "backward_wide",
         "    barrier_sync(mode.BARRIERS + 1, WARPGROUPS)",
         "    pass",
     ),
-    "dS has one buffer": ("backward_steps", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
+    "dS has one buffer": ("backward_wide", "pipes.ds.index(i % 2)", "pipes.ds.index(0)"),
     "dQ is of this block's dS, not of that before": (
-        "backward_steps",
+        "backward_wide",
         "start_wide_dq(i - 1, entry, 0",
         "start_wide_dq(i, entry, 0",
     ),
     "dQ is read while in flight": (
-        "backward_steps",
+        "backward_wide",
         "halves(warpgroup_mma_wait(1, deps=(dq,)))",
         "halves(warpgroup_mma_wait(2, deps=(dq,)))",
     ),
     "the halves of dK are swapped": (
-        "backward",
+        "backward_wide",
         "left, right = halves(sums)",
         "right, left = halves(sums)",
     ),
@@ -395,11 +395,11 @@ TALL_FAULTS = {
 }
 
 PARTS_FAULTS = {
-    "a carrying warp does not wait for the other's payload": ("backward", "outbox.wait(payload)\n", "pass\n"),
-    "the parts of dQ are swapped": ("backward", "+ warpgroup) * 2 + PART", "+ warpgroup) * 2 + 1 - PART"),
+    "a carrying warp does not wait for the other's payload": ("backward_carry", "outbox.wait(payload)\n", "pass\n"),
+    "the parts of dQ are swapped": ("backward_carry", "+ warpgroup) * 2 + PART", "+ warpgroup) * 2 + 1 - PART"),
     "an outbox is given back while it is carried": FAULTS["an outbox is given back while it is carried"],
     "turns are of the block before": (
-        "backward",
+        "backward_carry",
         "turn_of(block, work, grid, mode)\n",
         "turn_of(block, work, grid, mode) - 1\n",
     ),
