@@ -18,7 +18,7 @@ from tileattn.backends.hopper.backward import attention_backward
 from tileattn.backends.hopper.backward_launch import backward_arguments, backward_plan_for, workspace_for
 from tileattn.backends.hopper.forward import attention_forward
 from tileattn.backends.hopper.launch import OPTIONS, arguments, plan_for
-from tileattn.backends.hopper.schedule import TABLE_FIELDS, rank_cached, rank_sequences
+from tileattn.backends.hopper.ranking import TABLE_FIELDS, rank_cached, rank_sequences
 from tileattn.problem import Inputs, Problem
 
 # Bytes of spills a thread that Triton 3.8 and 3.9 were seen to need beyond the budgets, which are those of 3.6 and 3.7.

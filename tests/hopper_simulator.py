@@ -29,7 +29,8 @@ from tileattn.backends.hopper.backward_launch import (
 from tileattn.backends.hopper.kvcache import as_packed, by_sequence, packed_inputs, ranking
 from tileattn.backends.hopper.launch import mode_of, plan_for
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
-from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS
+from tileattn.backends.hopper.ranking import RANKED, TABLE_FIELDS
+from tileattn.backends.hopper.schedule import FAR
 from tileattn.kvcache import CacheInputs, CacheProblem
 from tileattn.problem import Forward, Gradients, Inputs, Problem
 
@@ -539,6 +540,8 @@ class Kernel:
         names = (
             "pipeline",
             "schedule",
+            "ranking",
+            "key_schedule",
             "softmax",
             "forward",
             "backward_steps",
@@ -599,7 +602,7 @@ class Kernel:
         table = np.full((TABLE_FIELDS, sequences + 1), -1)
         arguments = (tiled.numpy(), others.numpy(), table)
         for program in range(sequences // RANKED.value + 1):
-            kernel = self._load("schedule", _triton(Machine(0), program, 0))
+            kernel = self._load("ranking", _triton(Machine(0), program, 0))
             kernel["rank_sequences"](*map(Pointer, arguments), *map(Scalar, (sequences, per_block, block)))
         return table
 
@@ -614,7 +617,7 @@ class Kernel:
             return x.as_strided((size,), (1,)).numpy()
 
         for program in range(problem.batch // RANKED.value + 1):
-            kernel = self._load("schedule", _triton(Machine(0), program, 0))
+            kernel = self._load("ranking", _triton(Machine(0), program, 0))
             kernel["rank_cached"](
                 *(None if x is None else Pointer(memory(x)) for x in arguments[:4]),
                 *map(Scalar, arguments[4:]),

@@ -130,7 +130,7 @@ def test_every_step_is_drawn_once_in_ranges_of_a_length(seed):
     draw = random.Random(seed)
     programs, tiles, blocks = draw.randint(1, 40), draw.randint(1, 100), draw.randint(1, 20)
     share = draw.randint(1, blocks)
-    schedule = types.SimpleNamespace(**Kernel()._load("schedule", _triton(Machine(0), 0, programs)))
+    schedule = types.SimpleNamespace(**Kernel()._load("key_schedule", _triton(Machine(0), 0, programs)))
     mode = types.SimpleNamespace(SPLIT=True, MASKED=0, BLOCK_M=128)
     grid = types.SimpleNamespace(num_tiles=Scalar(tiles), seqlen_q=Scalar(blocks * 128), steps=Scalar(share))
     counter, whole = np.zeros(1, int), tiles // programs * programs
@@ -158,7 +158,7 @@ def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
     q, k = (torch.empty(1, n, 1, head_dim, dtype=torch.bfloat16, device="meta") for n in (seqlen_q, seqlen_k))
     problem, _ = Problem.of(q, k, k, window=window)
     plan, mode = backward_plan_for(problem), backward_mode_of(problem)
-    schedule = types.SimpleNamespace(**Kernel()._load("schedule", _triton(Machine(0), 0, 1)))
+    schedule = types.SimpleNamespace(**Kernel()._load("key_schedule", _triton(Machine(0), 0, 1)))
     shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
     grid = schedule.grid_of_keys(*shapes, None, Scalar(1), *map(Scalar, plan.sizes), mode)
     assert grid.places == plan.query_blocks
@@ -228,7 +228,11 @@ FAULTS = {
         "grid, mode) * mode.WARPGROUPS + 1 - WARPGROUP",
     ),
     "dV is stored as dK": ("backward_carry", "dk_desc if IS_DK else dv_desc", "dk_desc"),
-    "the counter is not set back": ("schedule", "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl", "    (gl"),
+    "the counter is not set back": (
+        "key_schedule",
+        "    gl.store(counter_ptr, 0, mask=taken == num_tiles + gl",
+        "    (gl",
+    ),
 }
 
 
@@ -408,10 +412,10 @@ PARTS_FAULTS = {
 
 SHARED_FAULTS = {
     "dV and dK of a part are stored": ("backward", "if mode.SPLIT and is_part(work, mode)", "if 0"),
-    "the rest of a range is left": ("schedule", "    elif left == 0:\n", "    else:\n"),
-    "a part begins where its tile does": ("schedule", "end = work.end - first", "end = work.end"),
+    "the rest of a range is left": ("key_schedule", "    elif left == 0:\n", "    else:\n"),
+    "a part begins where its tile does": ("key_schedule", "end = work.end - first", "end = work.end"),
     "all parts of a tile lie in one place": (
-        "schedule",
+        "key_schedule",
         "part = tile + (tile * blocks + blocks - work.end) // grid.steps",
         "part = tile",
     ),

@@ -197,7 +197,7 @@ PACKED_FAULTS = {
         "gl.maximum(gl.load(table_ptr + sequences), gl.num_programs(0))",
         "gl.load(table_ptr + sequences)",
     ),
-    "equal lengths share a place": ("schedule", "(longer | earlier)", "longer"),
+    "equal lengths share a place": ("ranking", "(longer | earlier)", "longer"),
 }
 
 

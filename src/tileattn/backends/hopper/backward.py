@@ -21,26 +21,18 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.backward_alone import differentiate_alone
 from tileattn.backends.hopper.backward_carry import carry, carry_parts
-from tileattn.backends.hopper.backward_steps import Pipes, Span, halves, keep_dq, keep_rows, send_halves, walk
+from tileattn.backends.hopper.backward_steps import Pipes, Span, as_block, halves, keep_dq, keep_rows, send_halves, walk
 from tileattn.backends.hopper.backward_wide import differentiate_wide
 from tileattn.backends.hopper.forward import ROWS, product_layout
 from tileattn.backends.hopper.gluon_names import (
     fence_async_shared,
     mbarrier,
-    reinterpret,
     tma_load,
 )
+from tileattn.backends.hopper.key_schedule import first_place, grid_of_keys, is_part, locate_keys, next_steps, part_of
 from tileattn.backends.hopper.pipeline import WARP, WARPGROUP_THREADS, make_outbox, make_queue, make_ring
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
-from tileattn.backends.hopper.schedule import (
-    first_place,
-    grid_of_keys,
-    is_part,
-    locate_keys,
-    next_steps,
-    part_of,
-    sequence_of,
-)
+from tileattn.backends.hopper.schedule import sequence_of
 
 
 @gluon.jit
@@ -146,12 +138,6 @@ def make_ds(dtype: gl.constexpr, BLOCKS: gl.constexpr, QUERIES: gl.constexpr, mo
 
 
 @gluon.jit
-def first_block(memory, desc):
-    """Shared memory of one block of desc's size, as that."""
-    return reinterpret(memory, desc.dtype, [1] + desc.block_type.shape, desc.layout).index(0)  # noqa: RUF005
-
-
-@gluon.jit
 def make_exchange(dtype: gl.constexpr, dq_desc, FILLED: gl.constexpr, mode):
     """Memory for dS (see Pipes), and the outboxes."""
     if mode.WARPGROUPS == 1:
@@ -161,8 +147,8 @@ def make_exchange(dtype: gl.constexpr, dq_desc, FILLED: gl.constexpr, mode):
         left = make_ds(dtype, 1, ROWS, mode)
         right = make_ds(dtype, 1, ROWS, mode)
         return (left, right), (
-            make_outbox(dq_desc, FILLED, first_block(left, dq_desc)),
-            make_outbox(dq_desc, FILLED + 1, first_block(right, dq_desc)),
+            make_outbox(dq_desc, FILLED, as_block(left, dq_desc)),
+            make_outbox(dq_desc, FILLED + 1, as_block(right, dq_desc)),
         )
     else:
         return make_ds(dtype, 2, mode.BLOCK_M, mode), (make_outbox(dq_desc, FILLED), make_outbox(dq_desc, FILLED + 1))

@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.backward_steps import half_of, hide, keep_dq, keep_rows, send_dq
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from tileattn.backends.hopper.key_schedule import is_part
 from tileattn.backends.hopper.pipeline import WARPGROUP_THREADS
 from tileattn.backends.hopper.ptx import barrier_sync, boundary, narrow, narrow_product, opaque
-from tileattn.backends.hopper.schedule import is_part
 
 
 @gluon.jit

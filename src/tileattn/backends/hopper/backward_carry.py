@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.backward_steps import rows_in
 from tileattn.backends.hopper.forward import ROWS
 from tileattn.backends.hopper.gluon_names import tma_reduce_add, tma_store
+from tileattn.backends.hopper.key_schedule import first_place, is_part, place_of_sums, turn_of
 from tileattn.backends.hopper.ptx import look_ahead, pass_turn, wait_for_turn
-from tileattn.backends.hopper.schedule import coordinates, first_place, is_part, place_of_sums, turn_of
+from tileattn.backends.hopper.schedule import coordinates
 
 
 @gluon.jit

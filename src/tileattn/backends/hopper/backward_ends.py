@@ -11,7 +11,7 @@ def _locate(pid, programs, cu_ptr, sequences, seqlen_q, num_heads, blocks, BLOCK
     """The block of rows that a program takes: its batch, head, place among all and rows, and where they end.
 
     blocks: that a sequence has. With cu_ptr sequences are packed (batch is 0, seqlen_q that of all) and have room for
-    `blocks` more than full ones, as in schedule.first_place. Heads of a block are neighbours in memory, so programs
+    `blocks` more than full ones, as in key_schedule.first_place. Heads of a block are neighbours in memory, so programs
     that run at once take those. The last places come first: L2 still holds some of the sums that were added to last,
     for finish_kernel.
     """
@@ -109,8 +109,8 @@ def finish_kernel(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, TILE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """A block of dQ, from the order of backward_steps.keep_dq to rows, scaled and rounded. The last of_tiles programs
-    sum dV and dK of the tiles from first_shared on, TILE_SUMS blocks each, whose parts lie as schedule.place_of_sums
-    says: in one order always."""
+    sum dV and dK of the tiles from first_shared on, TILE_SUMS blocks each, whose parts lie as place_of_sums in
+    key_schedule.py says: in one order always."""
     pid, programs = tl.program_id(0), tl.num_programs(0) - of_tiles
     parts = 1
     if pid < programs:

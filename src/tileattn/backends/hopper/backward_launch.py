@@ -243,7 +243,7 @@ class Workspace(NamedTuple):
 
 
 def places_for(problem: Problem, plan: BackwardPlan, q: Tensor) -> int:
-    """Blocks of queries of a head, see schedule.first_place."""
+    """Blocks of queries of a head, see key_schedule.first_place."""
     p = problem
     return p.batch * plan.query_blocks + (q.shape[0] // plan.tile.block_m if p.varlen else 0)
 

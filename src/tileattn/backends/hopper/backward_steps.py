@@ -45,8 +45,8 @@ class BackwardMode(NamedTuple):
     fills. BARRIERS: the first named barrier.
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
-    SPLIT: tiles of the last round may be shared by programs, see schedule.next_steps; heads are not grouped then, and
-    dK and dV of a tile fill whole blocks of dQ's size.
+    SPLIT: tiles of the last round may be shared by programs, see key_schedule.next_steps; heads are not grouped then,
+    and dK and dV of a tile fill whole blocks of dQ's size.
     """
 
     WARPGROUPS: Any
@@ -106,10 +106,15 @@ class Span(NamedTuple):
 
 
 @gluon.jit
+def as_block(memory, desc, BLOCKS: gl.constexpr = 1):
+    """Memory of BLOCKS blocks of desc's size as those: the first."""
+    return reinterpret(memory, desc.dtype, [BLOCKS] + desc.block_type.shape, desc.layout).index(0)  # noqa: RUF005
+
+
+@gluon.jit
 def rows_in(block, desc):
     """An outbox's memory, of float32, as blocks of desc: the first."""
-    blocks: gl.constexpr = 4 * block.shape[0] * block.shape[1] // desc.block_type.nbytes
-    return reinterpret(block, desc.dtype, [blocks] + desc.block_type.shape, desc.layout).index(0)  # noqa: RUF005
+    return as_block(block, desc, 4 * block.shape[0] * block.shape[1] // desc.block_type.nbytes)
 
 
 @gluon.jit

@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.backward_steps import halves, hide, keep_rows, probabilities, send_dq, send_halves
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from tileattn.backends.hopper.key_schedule import is_part
 from tileattn.backends.hopper.pipeline import WARPGROUPS
 from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync, narrow, opaque
-from tileattn.backends.hopper.schedule import is_part
 
 
 @gluon.jit

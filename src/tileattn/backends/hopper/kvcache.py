@@ -21,7 +21,7 @@ from tileattn.problem import Forward, Inputs, Problem
 with contextlib.suppress(ImportError):  # of which hopper.supports tells
     from tileattn.backends.hopper import launch
     from tileattn.backends.hopper.launch import Plan, _kernel, _num_sms, _run, pack_for, plan_for, tile_for
-    from tileattn.backends.hopper.schedule import RANKED, TABLE_FIELDS, rank_cached
+    from tileattn.backends.hopper.ranking import RANKED, TABLE_FIELDS, rank_cached
 
 
 def supports(problem: CacheProblem) -> str | None:

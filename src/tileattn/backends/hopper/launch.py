@@ -16,7 +16,8 @@ from triton.runtime import driver
 from tileattn.backends.entry import Runner, need_context
 from tileattn.backends.hopper.forward import ROWS, Mode, attention_forward
 from tileattn.backends.hopper.ptx import first_barrier
-from tileattn.backends.hopper.schedule import FAR, RANKED, TABLE_FIELDS, counter_for, rank_sequences, section_of
+from tileattn.backends.hopper.ranking import RANKED, TABLE_FIELDS, rank_sequences
+from tileattn.backends.hopper.schedule import FAR, counter_for, section_of
 from tileattn.backends.hopper.softmax import LOG2_E, Modifiers
 from tileattn.problem import Forward, Inputs, Problem
 
