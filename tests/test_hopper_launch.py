@@ -108,6 +108,26 @@ def test_what_is_anticipated_is_what_backward_launches(name, launches, monkeypat
     assert len(anticipated) == 3 + (name == "packed")
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "heads_k"),
+    [(80, 12), (1100, 6)],  # 12 blocks of 128 keys are too few for 132 multiprocessors, 108 are not
+)
+def test_query_heads_share_their_keys_head_where_there_are_key_blocks_enough(seqlen, heads_k, launches, monkeypatch):
+    found = []
+
+    def run(kernel, kept, programs, args, stream, options=launch.OPTIONS):
+        if kernel is backward_launch.attention_backward:
+            found.append((args[1].base.shape[-2], programs))
+        launches.run(kernel, kept, programs, args, stream)
+
+    monkeypatch.setattr(backward_launch, "_run", run)
+    call = build(BASE.but(batch=2, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=12, num_heads_k=6, causal=True))
+    forward = launch.forward(call.problem, call.inputs)
+    gradients = backward_launch.backward(call.problem, call.inputs, forward, call.dout, None, Wanted())
+    assert found == [(heads_k, 2 * heads_k * -(-seqlen // 128))]
+    assert gradients.dk.shape == call.inputs.k.shape
+
+
 def test_modifiers_may_start_anywhere(launches):
     call = build(BASE.but(alibi=True, sink=True))
     slopes, sink = (x.float() for x in (call.inputs.alibi_slopes, call.inputs.sink))

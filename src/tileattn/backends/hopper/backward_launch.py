@@ -92,8 +92,9 @@ class BackwardPlan(NamedTuple):
 
     blocks, layouts: of the descriptors, in the order of attention_backward's arguments. sizes: left, right, section,
     steps. shared: tiles that programs share. units: of lse and delta in the statistics. query_blocks: of queries, that
-    a sequence has, or (packed) least_blocks. kernels: lists that hold, once they are compiled, prepare_kernel without
-    and with dlse, attention_backward, finish_kernel and rank_sequences; plans that differ in sizes only share them.
+    a sequence has, or (packed) least_blocks. most_programs: that run at once. kernels: lists that hold, once they are
+    compiled, prepare_kernel without and with dlse, attention_backward, finish_kernel and rank_sequences; plans that
+    differ in sizes only share them.
     """
 
     tile: BackwardTile
@@ -104,6 +105,7 @@ class BackwardPlan(NamedTuple):
     scales: Scales
     units: tuple[float, float]
     query_blocks: int
+    most_programs: int
     mode: BackwardMode
     kernels: tuple[list[Any], ...]
 
@@ -180,6 +182,7 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
         Scales(p.scale, scale_log2, p.softcap * LOG2_E.value),
         (-1.0 / p.scale, -1.0) if tile.tall else (LOG2_E.value, 1.0),
         query_blocks,
+        _most_programs(p),
         BackwardMode(*map(gl.constexpr, mode)),
         (*_kernels(p.device, p.dtype, p.head_dim, p.head_dim_v, tile, mode), _kernel(p.device)),
     )
@@ -191,9 +194,13 @@ def _kernels(*_compiled_for: Any) -> tuple[list[Any], ...]:
 
 
 def num_tiles(problem: Problem, k: Tensor | None = None) -> int:
-    """Packed, at most: every sequence of k may end in a block that is not full."""
+    """Of packed sequences, for which k is needed, at most: every one may end in a block that is not full."""
     p, block_n = problem, backward_tile_for(problem).block_n
-    blocks = -(-p.seqlen_k // block_n) * p.batch if k is None else k.shape[0] // block_n + p.batch
+    if p.varlen:
+        assert k is not None
+        blocks = k.shape[0] // block_n + p.batch
+    else:
+        blocks = -(-p.seqlen_k // block_n) * p.batch
     return blocks * p.num_heads_k
 
 
@@ -371,8 +378,8 @@ def _launch(
         tile.block_m,
     )
     run(prepare_kernel, plan.kernels[0 if dlse is None else 1], blocks, prepare, stream)
-    tiles = num_tiles(p, inputs.k if p.varlen else None)
-    programs = _most_programs(p) if plan.shared else min(_most_programs(p), tiles)
+    tiles = num_tiles(p, inputs.k)
+    programs = plan.most_programs if plan.shared else min(plan.most_programs, tiles)
     run(attention_backward, plan.kernels[2], programs, args, stream, tile.options)
     shared = dk, dv, p.seqlen_k, tiles - plan.shared, of_tiles, plan.steps
     finish = (workspace.dq, dq, *shared, *sizes, p.scale, p.head_dim, tile.block_dim, tile.block_m, tile.sums)
