@@ -100,7 +100,7 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
         if not mode.TALL:
             pipes.k.release(entry)
             pipes.v.release(entry)
-        payload = i + entry if mode.TALL else i * mode.PARTS + 2 * entry
+        payload = i + (1 if mode.TALL else 2) * entry
         outbox.wait(payload)
         if mode.TALL:
             pipes.v.release(entry)  # not before, see tall_step
