@@ -743,11 +743,10 @@ def in_rows(plan: BackwardPlan, sums: np.ndarray) -> torch.Tensor:
 def finish_tiles(problem: Problem, plan: BackwardPlan, sums: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> None:
     """What finish_kernel makes of the parts of tiles that programs share."""
     p, block_n = problem, plan.tile.block_n
-    first = num_tiles(p) - plan.shared
     parts = in_rows(plan, sums).reshape(-1, 2, block_n, plan.tile.block_dim)
     for tile in range(plan.shared):
         ranges = {step // plan.steps for step in range(tile * plan.query_blocks, (tile + 1) * plan.query_blocks)}
-        head, block = divmod(first + tile, -(-p.seqlen_k // block_n))
+        head, block = divmod(num_tiles(p) - plan.shared + tile, -(-p.seqlen_k // block_n))
         rows = slice(block * block_n, min((block + 1) * block_n, p.seqlen_k))
         both = sum(parts[tile + n] for n in ranges)[:, : rows.stop - rows.start, : p.head_dim]
         for into, x in (dv, both[0]), (dk, both[1] * p.scale):
