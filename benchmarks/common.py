@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable
@@ -33,10 +34,11 @@ def time_once(run: Callable[[], Any], repeats: int) -> float:
 
 
 def in_turn(names: Iterable[str], i: int) -> list[str]:
-    """The names in the order of round i, another one first each time: each finds the clock that the last one left."""
+    """The names in an order of round i's own: each finds the clock that the one before left, and shall not always come
+    behind the same."""
     names = list(names)
-    first = i % len(names) if names else 0
-    return names[first:] + names[:first]
+    random.Random(i).shuffle(names)
+    return names
 
 
 def measure(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

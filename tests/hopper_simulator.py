@@ -472,8 +472,8 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
         if pred:
             machine.arrive(barrier, threads)
 
-    def wait_for_turn(pointer: Pointer, turn: int, seen: int = -1) -> None:
-        machine.wait_for(lambda: turn in (seen, pointer.data[pointer.offset]), f"turn {int(turn)}")
+    def wait_for_turn(pointer: Pointer, turn: int) -> None:
+        machine.wait_for(lambda: pointer.data[pointer.offset] == turn, f"turn {int(turn)}")
 
     def pass_turn(pointer: Pointer, turn: int, pending: int) -> None:
         with machine.changed:
@@ -483,7 +483,6 @@ def _ptx(machine: Machine) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         NAMED_BARRIERS=NAMED_BARRIERS.value,
         wait_for_turn=wait_for_turn,
-        look_ahead=lambda pointer: pointer.data[pointer.offset],
         pass_turn=pass_turn,
         opaque=lambda x: x,
         barrier_sync=sync,

@@ -23,6 +23,7 @@ DENSE = [
 OF_HOPPER = [
     ((100, 300), 2, 256, {"deterministic": True}),
     ((2048, 2048), 26, 64, {}),  # three warpgroups
+    *(((1024, 1024), 2, head_dim, {}) for head_dim in (64, 128, 256)),  # tiles that programs share
 ]
 
 

@@ -1,5 +1,6 @@
 """The Hopper backward kernel's own source on a CPU: what it computes, and that the simulator catches planted faults."""
 
+import collections
 import dataclasses
 import functools
 import random
@@ -94,16 +95,35 @@ def test_keys_past_the_end_add_nothing_however_low_all_scores_are(name):
     expect_rule(Kernel(), call)
 
 
+WIDE = {"head_dim": 256, "head_dim_v": 256}
+TWO_WAYS = {
+    "wide": {**WIDE, "seqlen_q": 130, "seqlen_k": 300},
+    "wide_causal": {**WIDE, "causal": True, "seqlen_q": 300, "num_heads": 3, "num_heads_k": 3},
+    "wide_more_keys": {**WIDE, "causal": True, "seqlen_q": 100, "seqlen_k": 333},
+    "wide_more_queries": {**WIDE, "causal": True, "seqlen_q": 333, "seqlen_k": 100, "batch": 2},
+    "wide_right_window": {**WIDE, "window": (-1, 50), "seqlen_q": 200, "seqlen_k": 200},
+    "wide_window": {**WIDE, "window": (100, 30)},
+    "wide_gqa": {**WIDE, "causal": True, "seqlen_q": 130, "num_heads": 6, "num_heads_k": 3},
+    "wide_one_block": {**WIDE, "causal": True, "seqlen_q": 64, "seqlen_k": 64, "num_heads": 5, "num_heads_k": 5},
+    "wide_softcap": {**WIDE, "softcap": 3.0, "causal": True},
+    "wide_192_128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "wide_varlen_causal": {
+        **WIDE, "lengths_q": (64, 0, 1, 130), "lengths_k": (100, 65, 200, 190), "causal": True, "num_heads": 3,
+        "num_heads_k": 3,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "head_dim_256_causal", "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window",
-        "varlen_causal", "varlen_window",
+        "full", "causal_tails", "more_keys", "few_queries", "gqa", "window_far_left", "window", "varlen_causal",
+        "varlen_window", "head_dim_128_causal", "varlen_head_dim_128", "varlen_head_dim_256", *TWO_WAYS,
     ],
 )  # fmt: skip
 def test_deterministic_tiles_take_their_turns(name):
     """The first program takes all tiles in order, so a turn that waits for a later tile is a deadlock."""
-    call = build(SMALL.but(**CASES[name]))
+    call = build(SMALL.but(**(CASES | TWO_WAYS)[name]))
     problem = dataclasses.replace(call.problem, deterministic=True)
     expect_rule(Kernel(), call._replace(problem=problem))
 
@@ -155,26 +175,30 @@ def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
     seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
     window = draw.choice([-1, 0, 30, 300]), draw.choice([-1, 0, 30, 300])
     head_dim = draw.choice([64, 128, 256])
-    q, k = (torch.empty(1, n, 1, head_dim, dtype=torch.bfloat16, device="meta") for n in (seqlen_q, seqlen_k))
-    problem, _ = Problem.of(q, k, k, window=window)
+    batch, heads = draw.randint(1, 2), draw.randint(1, 3)
+    q, k = (torch.empty(batch, n, heads, head_dim, dtype=torch.bfloat16, device="meta") for n in (seqlen_q, seqlen_k))
+    problem, _ = Problem.of(q, k, k, window=window, deterministic=True)
     plan, mode = backward_plan_for(problem), backward_mode_of(problem)
     schedule = types.SimpleNamespace(**Kernel()._load("key_schedule", _triton(Machine(0), 0, 1)))
     shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
-    grid = schedule.grid_of_keys(*shapes, None, Scalar(1), *map(Scalar, plan.sizes), mode)
-    assert grid.places == plan.query_blocks
-    added = dict.fromkeys(range(grid.places), 0)
+    grid = schedule.grid_of_keys(*shapes, None, Scalar(batch), *map(Scalar, plan.sizes), mode)
+    assert grid.places == batch * plan.query_blocks
+    added = collections.Counter()
     shift = seqlen_k - seqlen_q
     rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
     hidden = ~((columns >= rows + shift + grid.left) | (problem.window_left < 0))
     hidden |= ~((columns < rows + shift + grid.right) | (problem.window_right < 0))
+    hidden = hidden.repeat(batch, heads, 1, 1)
     for number in range(grid.num_tiles):
         work = schedule.locate_keys(Scalar(number), None, None, grid, mode)
-        hidden[
-            (work.end - work.blocks) * mode.BLOCK_M : work.end * mode.BLOCK_M, work.row : work.row + mode.BLOCK_N
-        ] = True
-        for block in range(work.end - work.blocks, work.end):
-            assert schedule.turn_of(Scalar(block), work, grid, mode) == added[block]
-            added[block] += 1
+        head = work.batch, work.head
+        blocks = [schedule.block_of(Scalar(n), work, grid, mode) for n in range(work.blocks)]
+        assert sorted(blocks) == list(range(work.end - work.blocks, work.end))
+        rows = slice((work.end - work.blocks) * mode.BLOCK_M, work.end * mode.BLOCK_M)
+        hidden[(*head, rows, slice(work.row, work.row + mode.BLOCK_N))] = True
+        for block in blocks:
+            assert schedule.turn_of(block, work, grid, mode) == added[head, block]
+            added[head, block] += 1
     assert hidden.all()
 
 
@@ -398,14 +422,40 @@ TALL_FAULTS = {
     "the parts of dQ are swapped": ("backward_steps", "left, right = halves(dq)", "right, left = halves(dq)"),
 }
 
-PARTS_FAULTS = {
-    "a carrying warp does not wait for the other's payload": ("backward_carry", "outbox.wait(payload)\n", "pass\n"),
-    "the parts of dQ are swapped": ("backward_carry", "+ warpgroup) * 2 + PART", "+ warpgroup) * 2 + 1 - PART"),
+TURN_FAULTS = {
+    "a warp does not wait for the one before it to give an outbox over": (
+        "backward_carry",
+        "    mbarrier.wait(pipes.relay.index(CARRIERS * WARPGROUP + CARRIER), payload // CARRIERS & 1)\n",
+        "",
+    ),
+    "an outbox is given over before it has been received": (
+        "backward_carry",
+        "    pipes.outboxes[WARPGROUP].receive()\n",
+        "    give_over(WARPGROUP, CARRIER, pipes)\n    pipes.outboxes[WARPGROUP].receive()\n",
+    ),
+    "both outboxes are given over at once": ("backward_carry", "CARRIERS * WARPGROUP + (CARRIER", "0 + (CARRIER"),
+    "the parts of dQ are swapped": ("backward_carry", "+ warpgroup) * 2 + part\n", "+ warpgroup) * 2 + 1 - part\n"),
+    "the parts of dK are swapped": ("backward_carry", "warpgroup, payload - start,", "warpgroup, start + 1 - payload,"),
     "an outbox is given back while it is carried": FAULTS["an outbox is given back while it is carried"],
     "turns are of the block before": (
         "backward_carry",
         "turn_of(block, work, grid, mode)\n",
         "turn_of(block, work, grid, mode) - 1\n",
+    ),
+    "queries come from the diagonal up, products as if from the last block down": (
+        "backward_wide",
+        "    if mode.BOTH_WAYS:\n",
+        "    if False:\n",
+    ),
+    "all tiles take turns as those that walk down": (
+        "key_schedule",
+        "gl.where(walks_up(work, grid, mode), last - turn, turn)",
+        "turn",
+    ),
+    "all heads' key blocks come in the order of their columns": (
+        "key_schedule",
+        "        number = gl.where(first_head + section < all_heads, blocks_n - 1 - number, number)\n",
+        "        pass\n",
     ),
 }
 
@@ -458,10 +508,9 @@ def test_a_planted_fault_is_caught_at_head_dim_256(fault):
     expect_fault(WIDE_FAULTS[fault], SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256))
 
 
-@pytest.mark.parametrize("fault", PARTS_FAULTS)
+@pytest.mark.parametrize("fault", TURN_FAULTS)
 def test_a_planted_fault_is_caught_where_parts_take_turns(fault):
-    case = SMALL.but(seqlen_q=256, seqlen_k=256, head_dim=256, head_dim_v=256)
-    expect_fault(PARTS_FAULTS[fault], case, deterministic=True)
+    expect_fault(TURN_FAULTS[fault], SMALL.but(**WIDE, seqlen_q=256, seqlen_k=256, causal=True), deterministic=True)
 
 
 def expect_fault(fault: tuple[str, str, str], case: Case, **options) -> None:

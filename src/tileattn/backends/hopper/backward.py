@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.backward_alone import differentiate_alone
-from tileattn.backends.hopper.backward_carry import carry, carry_parts
+from tileattn.backends.hopper.backward_carry import CARRIERS, carry, carry_in_turn, make_relay
 from tileattn.backends.hopper.backward_steps import Pipes, Span, as_block, halves, keep_dq, keep_rows, send_halves, walk
 from tileattn.backends.hopper.backward_wide import differentiate_wide
 from tileattn.backends.hopper.forward import ROWS, product_layout
@@ -29,7 +29,7 @@ from tileattn.backends.hopper.gluon_names import (
     mbarrier,
     tma_load,
 )
-from tileattn.backends.hopper.key_schedule import first_place, grid_of_keys, is_part, locate_keys, next_steps, part_of
+from tileattn.backends.hopper.key_schedule import block_of, first_place, grid_of_keys, is_part, locate_keys, next_steps, part_of
 from tileattn.backends.hopper.pipeline import WARP, WARPGROUP_THREADS, make_outbox, make_queue, make_ring
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
 from tileattn.backends.hopper.schedule import sequence_of
@@ -53,7 +53,10 @@ def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr,
         for member in range(grid.group):
             head = work.head * grid.group + member
             place = first_place(work, head, grid, mode)
-            for block in range(work.end - 1, work.end - work.blocks - 1, -1):
+            for down in range(work.end - 1, work.end - work.blocks - 1, -1):
+                block = down
+                if mode.BOTH_WAYS:
+                    block = block_of(work.end - 1 - down, work, grid, mode)
                 stage = i % pipes.q.STAGES
                 pipes.q.acquire(i)
                 row = block * mode.BLOCK_M
@@ -177,7 +180,8 @@ def attention_backward(
     THREADS: gl.constexpr = mode.WARPGROUPS * WARPGROUP_THREADS
     # WIDE: the second warpgroup alone reads values, and is the last to read queries.
     READERS: gl.constexpr = WARPGROUP_THREADS if mode.WIDE else THREADS
-    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, THREADS + mode.WARPGROUPS * WARP)
+    IN_TURN: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
+    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, THREADS + (CARRIERS if IN_TURN else mode.WARPGROUPS) * WARP)
     ds, outboxes = make_exchange(q_desc.dtype, dq_desc, FILLED, mode)
     pipes = Pipes(
         make_queue(keys, mode),
@@ -190,8 +194,8 @@ def attention_backward(
         make_ds(q_desc.dtype, 1, mode.BLOCK_M, mode).index(0) if mode.WIDE else None,
         outboxes,
         make_turn() if mode.TALL else None,
+        make_relay() if IN_TURN else None,
     )
-    BY_PART: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
     fence_async_shared()
     if mode.WARPGROUPS == 1:
         gl.warp_specialize(
@@ -203,14 +207,27 @@ def attention_backward(
             [1, 1],
             [24, 24],
         )
+    elif IN_TURN:
+        gl.warp_specialize(
+            [
+                (differentiate_wide, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (differentiate_wide, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
+                (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
+                (carry_in_turn, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry_in_turn, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry_in_turn, (2, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
     else:
         gl.warp_specialize(
             [
                 (differentiate_wide if mode.WIDE else differentiate, (0, pipes, dk_desc, dv_desc, grid, scales, mode)),
                 (differentiate_wide if mode.WIDE else differentiate, (1, pipes, dk_desc, dv_desc, grid, scales, mode)),
                 (load, (pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode)),
-                (carry_parts if BY_PART else carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
-                (carry_parts if BY_PART else carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry, (0, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
+                (carry, (1, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],

@@ -7,10 +7,12 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.backward_steps import rows_in
 from tileattn.backends.hopper.forward import ROWS
-from tileattn.backends.hopper.gluon_names import tma_reduce_add, tma_store
-from tileattn.backends.hopper.key_schedule import first_place, is_part, place_of_sums, turn_of
-from tileattn.backends.hopper.ptx import look_ahead, pass_turn, wait_for_turn
+from tileattn.backends.hopper.gluon_names import mbarrier, tma_reduce_add, tma_store
+from tileattn.backends.hopper.key_schedule import block_of, first_place, is_part, place_of_sums, turn_of
+from tileattn.backends.hopper.ptx import pass_turn, wait_for_turn
 from tileattn.backends.hopper.schedule import coordinates
+
+CARRIERS = gl.constexpr(3)  # of carry_in_turn
 
 
 @gluon.jit
@@ -85,56 +87,84 @@ def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
 
 
 @gluon.jit
-def carry_parts(PART: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
-    """As carry, DETERMINISTIC and WIDE: every second payload of both warpgroups, a part of each dQ, then dV or dK.
+def make_relay():
+    """For each outbox and each warp of carry_in_turn, by which the warp before it gives that outbox over."""
+    relay = gl.allocate_shared_memory(gl.int64, [2 * CARRIERS, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2 * CARRIERS):
+        mbarrier.init(relay.index(place), count=1)
+    return relay
 
-    Turns are of a part. This warp waits until its part is in global memory while the other carries the other part, so
-    the next key block follows sooner.
+
+@gluon.jit
+def take(WARPGROUP: gl.constexpr, CARRIER: gl.constexpr, payload, pipes):
+    """Wait for the outbox that the warp before gives over, and for that payload in it."""
+    mbarrier.wait(pipes.relay.index(CARRIERS * WARPGROUP + CARRIER), payload // CARRIERS & 1)
+    pipes.outboxes[WARPGROUP].receive()
+
+
+@gluon.jit
+def give_over(WARPGROUP: gl.constexpr, CARRIER: gl.constexpr, pipes):
+    """Release an outbox, to its warpgroup and to the next warp."""
+    pipes.outboxes[WARPGROUP].release()
+    mbarrier.arrive(pipes.relay.index(CARRIERS * WARPGROUP + (CARRIER + 1) % CARRIERS), count=1)
+
+
+@gluon.jit
+def carry_in_turn(CARRIER: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns_ptr, grid, mode):
+    """As carry, DETERMINISTIC and WIDE, for both warpgroups: every third of their payloads, which are parts of a block
+    of dQ or of dV and dK.
+
+    Turns are of a part. This warp waits until its own is in global memory while the others carry what comes next: all
+    of that takes longer than a step, and the next key block shall follow soon.
     """
+    if CARRIER == 0:
+        mbarrier.arrive(pipes.relay.index(0), count=1)  # nobody comes before the first payload
+        mbarrier.arrive(pipes.relay.index(CARRIERS), count=1)
     entry = grid.num_tiles * 0
-    payload = grid.num_tiles * 0 + PART
+    start = entry
+    payload = entry + CARRIER
     work = pipes.queue.receive(entry, grid)
     while work.blocks > 0:
         pipes.k.release(entry)
-        last = work.end - work.blocks
         for member in range(grid.group):
             first = first_place(work, work.head * grid.group + member, grid, mode)
-            seen = last * 0 - 1
-            for block in range(work.end - 1, last - 1, -1):
+            end = start + 2 * work.blocks
+            while payload < end:
+                part = (payload - start) % 2
+                block = block_of((payload - start) // 2, work, grid, mode)
                 turn = turn_of(block, work, grid, mode)
-                turn_ptr = turns_ptr + ((first + block) * 2 + PART)
-                wait_for_turn(turn_ptr, turn, seen)
+                turn_ptr = turns_ptr + ((first + block) * 2 + part)
+                wait_for_turn(turn_ptr, turn)
                 for warpgroup in gl.static_range(1, -1, -1):  # the second's comes half a step before the first's
-                    outbox = pipes.outboxes[warpgroup]
-                    outbox.wait(payload)
-                    outbox.receive()
-                    part = ((first + block) * 2 + warpgroup) * 2 + PART
-                    tma_reduce_add(dq_desc, [part * dq_desc.block_type.shape[0], 0], outbox.block)
-                    outbox.release()
-                seen = look_ahead(turns_ptr + ((first + gl.maximum(block - 1, last)) * 2 + PART))
+                    take(warpgroup, CARRIER, payload, pipes)
+                    place = ((first + block) * 2 + warpgroup) * 2 + part
+                    at = place * dq_desc.block_type.shape[0]
+                    tma_reduce_add(dq_desc, [at, 0], pipes.outboxes[warpgroup].block)
+                    give_over(warpgroup, CARRIER, pipes)
                 pass_turn(turn_ptr, turn + 1, 0)
-                payload += 2
-        for warpgroup in gl.static_range(2):
-            outbox = pipes.outboxes[warpgroup]
-            outbox.wait(payload)
-            outbox.receive()
-            store_rows(warpgroup, PART, outbox.block, dk_desc, dv_desc, work, mode)
-            outbox.release()
-        payload += 2
+                payload += CARRIERS
+            start = end
+        while payload < start + 2:
+            for warpgroup in gl.static_range(1, -1, -1):
+                take(warpgroup, CARRIER, payload, pipes)
+                store_rows(warpgroup, payload - start, pipes.outboxes[warpgroup].block, dk_desc, dv_desc, work, mode)
+                give_over(warpgroup, CARRIER, pipes)
+            payload += CARRIERS
+        start += 2
         entry += 1
         work = pipes.queue.receive(entry, grid)
     pipes.k.release(entry)
 
 
 @gluon.jit
-def store_rows(WARPGROUP: gl.constexpr, PART: gl.constexpr, block, dk_desc, dv_desc, work, mode):
+def store_rows(WARPGROUP: gl.constexpr, part, block, dk_desc, dv_desc, work, mode):
     """Store what `keep_rows` put into a warpgroup's outbox: dV, then dK of its keys; WIDE: halves of columns of one."""
-    IS_DK: gl.constexpr = WARPGROUP == 1 if mode.WIDE else PART == 1
+    IS_DK: gl.constexpr = WARPGROUP == 1 if mode.WIDE else part == 1
     desc = dk_desc if IS_DK else dv_desc
     row = work.row
     column = 0
     if mode.WIDE:
-        column = PART * desc.block_type.shape[-1]
+        column = part * desc.block_type.shape[-1]
     else:
         row += WARPGROUP * ROWS
     rows: gl.constexpr = desc.block_type.shape[-3]

@@ -139,7 +139,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         TALL=tile.tall,
         WIDE=tile.wide,
         PARTS=tile.parts,
-        BARRIERS=first_barrier(1 + 2 * tile.warpgroups),  # partitions
+        BARRIERS=first_barrier(1 + 2 * tile.warpgroups),  # partitions, of which a sixth, a warp, needs none
         VARLEN=p.varlen,
         CAUSAL=causal,
         LEFT=left,
@@ -153,6 +153,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         and p.num_heads == p.num_heads_k
         and p.head_dim == p.head_dim_v
         and (tile.block_m == tile.block_n or tile.alone),
+        BOTH_WAYS=p.deterministic and tile.wide and causal and not left,
     )
 
 
@@ -227,15 +228,16 @@ def _section_of(problem: Problem) -> int:
 
     Deterministic tiles of a head follow each other at a distance. Where they get shorter they wait for it, every time
     anew, so few of them should run at once: four, or eight where dQ is wide and would come from memory for four. Where
-    all are as long they wait once, and wide ones are worked on a few heads at once, for L2.
+    all are as long, or walk both ways, they wait once, and wide ones are worked on a few heads at once, for L2; not on
+    one alone if all are as long, where each would wait whenever the one before it is late.
     """
     p, wide = problem, backward_tile_for(problem).wide
-    bounded, _ = sides_of(p)
+    bounded, left = sides_of(p)
     section = (16 << 20) // (p.group * (p.head_dim + p.head_dim_v) * p.dtype.itemsize) if bounded else 0
     if not p.deterministic:
         return section
-    if wide and not bounded:
-        return 1 << 14
+    if wide and not left:
+        return max(1 << 14, 0 if bounded else 2 * p.seqlen_q)
     return max(section, min(_num_sms(p.device) // (8 if wide else 4) * p.seqlen_q, UNLIMITED))
 
 

@@ -46,7 +46,7 @@ class BackwardMode(NamedTuple):
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
     SPLIT: tiles of the last round may be shared by programs, see key_schedule.next_steps; heads are not grouped then,
-    and dK and dV of a tile fill whole blocks of dQ's size.
+    and dK and dV of a tile fill whole blocks of dQ's size. BOTH_WAYS: see key_schedule.walks_up.
     """
 
     WARPGROUPS: Any
@@ -66,6 +66,7 @@ class BackwardMode(NamedTuple):
     SOFTCAP: Any
     DETERMINISTIC: Any
     SPLIT: Any
+    BOTH_WAYS: Any
 
 
 class Scales(NamedTuple):
@@ -83,7 +84,8 @@ class Pipes(NamedTuple):
     mbarriers of q. ds: dS^T of both warpgroups, [2, BLOCK_N, BLOCK_M], of one alone [1, ...]; TALL: two of
     [1, BLOCK_N, 64], by halves of the queries. p: WIDE: P^T, [BLOCK_N, BLOCK_M]. outboxes: of the warpgroups. turn:
     TALL: the mbarrier by which the first warpgroup passes the matrix units on (one that nobody waits for is dead to
-    Triton, which gives its memory away; the hardware still writes there).
+    Triton, which gives its memory away; the hardware still writes there). relay: see
+    backward_carry.make_relay.
     """
 
     queue: Any
@@ -96,6 +98,7 @@ class Pipes(NamedTuple):
     p: Any
     outboxes: Any
     turn: Any
+    relay: Any
 
 
 class Span(NamedTuple):

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from tileattn.backends.hopper.backward_steps import halves, hide, keep_rows, probabilities, send_dq, send_halves
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from tileattn.backends.hopper.key_schedule import is_part
+from tileattn.backends.hopper.key_schedule import block_of, is_part
 from tileattn.backends.hopper.pipeline import WARPGROUPS
 from tileattn.backends.hopper.ptx import barrier_arrive, barrier_sync, narrow, opaque
 
@@ -28,6 +28,8 @@ def wide_probabilities(i, more, entry, work, pipes, grid, scales, mode):
     lse = pipes.statistics.index(i % pipes.q.STAGES).slice(0, mode.BLOCK_M).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(0, deps=(s,))
     p, factor = probabilities(s, lse, scales, mode)
+    if mode.BOTH_WAYS:
+        more = block_of(work.blocks - 1 - more, work, grid, mode) - (work.end - work.blocks)
     row = (work.end - work.blocks + more) * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
     p = hide(p, row, work.row, work.seqlen_k, mode.LEFT, grid, mode)
     if mode.MASKED > 0 and more < mode.MASKED:

@@ -62,6 +62,14 @@ def grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, ste
 
 
 @gluon.jit
+def heads_together(seqlen_q, all_heads, grid, mode):
+    """Heads of a section."""
+    if mode.BOTH_WAYS:
+        all_heads = (all_heads + 1) // 2
+    return gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_q, 1), all_heads), 1)
+
+
+@gluon.jit
 def locate_keys(tile, sequence, table_ptr, grid, mode):
     """The Work that a tile's number stands for: its keys begin at `row`, its blocks of queries are those below `end`.
 
@@ -79,7 +87,7 @@ def locate_keys(tile, sequence, table_ptr, grid, mode):
         seqlen_k = grid.seqlen_k
         all_heads = grid.sequences * heads_k
     blocks_n = (seqlen_k + mode.BLOCK_N - 1) // mode.BLOCK_N
-    section = gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_q, 1), all_heads), 1)
+    section = heads_together(seqlen_q, all_heads, grid, mode)
     per_section = section * blocks_n
     first_head = tile // per_section * section
     heads = gl.minimum(section, all_heads - first_head)
@@ -87,7 +95,10 @@ def locate_keys(tile, sequence, table_ptr, grid, mode):
     head = first_head + within % heads
     if not mode.VARLEN:
         batch = head // heads_k
-    column = within // heads * mode.BLOCK_N
+    number = within // heads
+    if mode.BOTH_WAYS:
+        number = gl.where(first_head + section < all_heads, blocks_n - 1 - number, number)
+    column = number * mode.BLOCK_N
     last_row = column - (seqlen_k - seqlen_q)
     first = column * 0
     end = query_blocks(seqlen_q, mode)
@@ -183,9 +194,41 @@ def place_of_sums(work, grid, mode):
 
 
 @gluon.jit
+def walks_up(work, grid, mode):
+    """BOTH_WAYS: whether a tile's queries are walked from the diagonal up, and the last key blocks of its head come
+    first.
+
+    Then tiles of a head need not wait for each other, as each begins a block before the one that it follows. But the
+    longest come last, so those of the last section walk down."""
+    heads_k = grid.num_heads // grid.group
+    head = work.head
+    all_heads = heads_k
+    if not mode.VARLEN:
+        head += work.batch * heads_k
+        all_heads *= grid.sequences
+    section = heads_together(work.seqlen_q, all_heads, grid, mode)
+    return head // section * section + section < all_heads
+
+
+@gluon.jit
+def block_of(n, work, grid, mode):
+    """The block of queries that comes n-th, counted from 0, to a tile."""
+    block = work.end - 1 - n
+    if mode.BOTH_WAYS:
+        block = gl.where(walks_up(work, grid, mode), work.end - work.blocks + n, block)
+    return block
+
+
+@gluon.jit
 def turn_of(block, work, grid, mode):
     """How many key blocks before this one add to a block of queries. Those are tiles with lower numbers."""
     turn = work.row // mode.BLOCK_N
+    if mode.BOTH_WAYS:
+        column = block * mode.BLOCK_M + mode.BLOCK_M - 2 + work.seqlen_k - work.seqlen_q + grid.right
+        last = (work.seqlen_k - 1) // mode.BLOCK_N
+        seen = query_blocks(work.seqlen_q, mode) - least_blocks(mode)  # blocks behind it are met by all keys
+        last = gl.where(block < seen, gl.minimum(column // mode.BLOCK_N, last), last)
+        turn = gl.where(walks_up(work, grid, mode), last - turn, turn)
     if mode.LEFT:  # keys far left are hidden from all but the first block, where those come that no row sees
         column = block * mode.BLOCK_M + work.seqlen_k - work.seqlen_q + grid.left
         turn -= gl.where(block == 0, 0, gl.maximum(column, 0) // mode.BLOCK_N)

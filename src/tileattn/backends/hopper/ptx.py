@@ -154,31 +154,16 @@ def reciprocal(x):
 
 
 @gluon.jit
-def wait_for_turn(turn_ptr, turn, seen=-1):
+def wait_for_turn(turn_ptr, turn):
     """Wait until the number in global memory is `turn`; what was added through TMA before it became so is there.
 
-    seen: what look_ahead found. The fence is of global memory alone, as in pass_turn: one of all memory compiles to a
-    slow MEMBAR.ALL.GPU as well.
+    The fence is of global memory alone, as in pass_turn: one of all memory compiles to a slow MEMBAR.ALL.GPU as well.
     """
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 v; mov.b32 v, $3; bra known; again: ld.acquire.gpu.global.b32 v, [$1]; "
-        "known: setp.ne.s32 p, v, $2; @p bra again; fence.proxy.async.global; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [turn_ptr.to(gl.int64), turn, seen],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def look_ahead(turn_ptr):
-    """The number in global memory, for wait_for_turn. A pass_turn, whose fence it needs, comes in between, and the load
-    takes none of its time."""
-    return gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b32 $0, [$1];",
-        "=r,l",
-        [turn_ptr.to(gl.int64)],
+        "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.b32 v, [$1]; "
+        "setp.ne.s32 p, v, $2; @p bra again; fence.proxy.async.global; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [turn_ptr.to(gl.int64), turn],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
