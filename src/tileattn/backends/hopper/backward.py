@@ -1,4 +1,4 @@
-"""FlashAttention backward for Hopper: one warp loads, two warpgroups multiply, two warps carry dQ away.
+"""FlashAttention backward for Hopper: one warp loads, two warpgroups multiply, two or three warps carry dQ away.
 
 A program takes blocks of 128 keys; each warpgroup holds 64 of them, with their dK and dV, and walks up the queries.
 (Up to head_dim 64 there is one warpgroup with all of them, and two programs share a multiprocessor. Above head_dim 128
@@ -29,7 +29,15 @@ from tileattn.backends.hopper.gluon_names import (
     mbarrier,
     tma_load,
 )
-from tileattn.backends.hopper.key_schedule import block_of, first_place, grid_of_keys, is_part, locate_keys, next_steps, part_of
+from tileattn.backends.hopper.key_schedule import (
+    block_of,
+    first_place,
+    grid_of_keys,
+    is_part,
+    locate_keys,
+    next_steps,
+    part_of,
+)
 from tileattn.backends.hopper.pipeline import WARP, WARPGROUP_THREADS, make_outbox, make_queue, make_ring
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
 from tileattn.backends.hopper.schedule import sequence_of
@@ -181,7 +189,8 @@ def attention_backward(
     # WIDE: the second warpgroup alone reads values, and is the last to read queries.
     READERS: gl.constexpr = WARPGROUP_THREADS if mode.WIDE else THREADS
     IN_TURN: gl.constexpr = mode.DETERMINISTIC and mode.WIDE
-    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, THREADS + (CARRIERS if IN_TURN else mode.WARPGROUPS) * WARP)
+    CARRYING: gl.constexpr = CARRIERS if IN_TURN else mode.WARPGROUPS
+    keys = make_ring(k_desc, mode.KEY_STAGES, 1, 1, K_EMPTIED, THREADS + CARRYING * WARP)
     ds, outboxes = make_exchange(q_desc.dtype, dq_desc, FILLED, mode)
     pipes = Pipes(
         make_queue(keys, mode),
