@@ -14,11 +14,11 @@ import torch
 from oracle import Call, Case, assert_rule, build, run_reference
 
 pytest.importorskip("tileattn.backends.hopper.launch", reason="needs Triton with Gluon", exc_type=ImportError)
-from hopper_simulator import Kernel, Machine, Pointer, Scalar, _triton, expect_wrong
+from hopper_simulator import PACKAGE, Kernel, Machine, Pointer, Scalar, _triton, expect_wrong
 
 from tileattn.backends.hopper import backward_launch
 from tileattn.backends.hopper.backward_launch import backward_mode_of, backward_plan_for
-from tileattn.problem import Forward, Problem
+from tileattn.problem import Forward
 from tileattn.reference import standard_attention
 
 SMALL = Case(
@@ -168,38 +168,58 @@ def test_every_step_is_drawn_once_in_ranges_of_a_length(seed):
     assert counter[0] == 0
 
 
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("seed", range(60))
-def test_turns_number_the_key_blocks_that_add_to_a_block(seed):
-    """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile."""
+def test_turns_number_the_key_blocks_that_add_to_a_block(seed, varlen):
+    """0, 1, 2 and so on, in the order of the tiles' numbers; every score that the window shows is in a tile. Half of
+    the problems have tiles that come from the diagonal."""
     draw = random.Random(seed)
-    seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
+    heads, head_dim = draw.randint(1, 3), draw.choice([64, 128, 256])
     window = draw.choice([-1, 0, 30, 300]), draw.choice([-1, 0, 30, 300])
-    head_dim = draw.choice([64, 128, 256])
-    batch, heads = draw.randint(1, 2), draw.randint(1, 3)
-    q, k = (torch.empty(batch, n, heads, head_dim, dtype=torch.bfloat16, device="meta") for n in (seqlen_q, seqlen_k))
-    problem, _ = Problem.of(q, k, k, window=window, deterministic=True)
+    if seed % 2:
+        heads, head_dim, window = draw.randint(2, 5), 256, (-1, draw.choice([0, 0, 1, 63, 64]))
+    unit = draw.choice([1, 64])
+    sequences = draw.randint(1, 4)
+    lengths_q, lengths_k = ([draw.randint(1, 900 // unit) * unit for _ in range(sequences)] for _ in range(2))
+    call = (SMALL.but(lengths_q=lengths_q, lengths_k=lengths_k) if varlen else
+            SMALL.but(batch=sequences, seqlen_q=lengths_q[0], seqlen_k=lengths_k[0]))  # fmt: skip
+    if not varlen:
+        lengths_q, lengths_k = lengths_q[:1] * sequences, lengths_k[:1] * sequences
+    call = call.but(num_heads=heads, num_heads_k=heads, head_dim=head_dim, head_dim_v=head_dim, window=window)
+    built = build(call)
+    problem, inputs = dataclasses.replace(built.problem, deterministic=True), built.inputs
     plan, mode = backward_plan_for(problem), backward_mode_of(problem)
-    schedule = types.SimpleNamespace(**Kernel()._load("key_schedule", _triton(Machine(0), 0, 1)))
-    shapes = (types.SimpleNamespace(shape=tuple(map(Scalar, x.shape))) for x in (q, k))
-    grid = schedule.grid_of_keys(*shapes, None, Scalar(batch), *map(Scalar, plan.sizes), mode)
-    assert grid.places == batch * plan.query_blocks
-    added = collections.Counter()
-    shift = seqlen_k - seqlen_q
-    rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    hidden = ~((columns >= rows + shift + grid.left) | (problem.window_left < 0))
-    hidden |= ~((columns < rows + shift + grid.right) | (problem.window_right < 0))
-    hidden = hidden.repeat(batch, heads, 1, 1)
+    modules = _triton(Machine(0), 0, 1)
+    schedule = types.SimpleNamespace(**Kernel()._load("key_schedule", modules))
+    shapes, table = [x.shape for x in inputs[:2]], None
+    if varlen:
+        shapes = [(shape[0] + 1, 0, 0, *shape[1:]) for shape in shapes]
+        table = Pointer(Kernel().rank(inputs.cu_seqlens_k, inputs.cu_seqlens_q, heads, mode.BLOCK_N))
+    descriptors = (types.SimpleNamespace(shape=tuple(map(Scalar, shape))) for shape in shapes)
+    grid = schedule.grid_of_keys(*descriptors, table, Scalar(sequences), *map(Scalar, plan.sizes), mode)
+    hidden = []
+    for seqlen_q, seqlen_k in zip(lengths_q, lengths_k, strict=True):
+        distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+        shown = (distance >= -window[0]) | (window[0] < 0)
+        shown &= (distance <= window[1]) | (window[1] < 0)
+        hidden.append(~shown.repeat(heads, 1, 1))
+    added, ways, entry = collections.Counter(), set(), Scalar(0)
     for number in range(grid.num_tiles):
-        work = schedule.locate_keys(Scalar(number), None, None, grid, mode)
-        head = work.batch, work.head
+        entry = modules[f"{PACKAGE}.schedule"].sequence_of(Scalar(number), entry, table, grid, mode)
+        work = schedule.locate_keys(Scalar(number), entry, table, grid, mode)
         blocks = [schedule.block_of(Scalar(n), work, grid, mode) for n in range(work.blocks)]
         assert sorted(blocks) == list(range(work.end - work.blocks, work.end))
+        ways |= {blocks[0] < blocks[-1]} if len(blocks) > 1 else set()
         rows = slice((work.end - work.blocks) * mode.BLOCK_M, work.end * mode.BLOCK_M)
-        hidden[(*head, rows, slice(work.row, work.row + mode.BLOCK_N))] = True
+        hidden[work.batch][work.head, rows, work.row : work.row + mode.BLOCK_N] = True
         for block in blocks:
-            assert schedule.turn_of(block, work, grid, mode) == added[head, block]
-            added[head, block] += 1
-    assert hidden.all()
+            at = work.batch, work.head, block
+            assert schedule.turn_of(block, work, grid, mode) == added[at]
+            added[at] += 1
+    assert all(x.all() for x in hidden)
+    assert len(ways) < 2 or mode.BOTH_WAYS
+    long = min(lengths_q[0], lengths_k[0]) > 2 * mode.BLOCK_N  # of the sequence that comes first in the table or dense
+    assert ways == {False, True} or not (mode.BOTH_WAYS and long)
 
 
 FAULTS = {
@@ -423,17 +443,23 @@ TALL_FAULTS = {
 }
 
 TURN_FAULTS = {
-    "a warp does not wait for the one before it to give an outbox over": (
+    "a warp does not wait for the one before it": (
         "backward_carry",
         "    mbarrier.wait(pipes.relay.index(CARRIERS * WARPGROUP + CARRIER), payload // CARRIERS & 1)\n",
         "",
     ),
-    "an outbox is given over before it has been received": (
+    "a warp lets the next one wait beside it": (
         "backward_carry",
+        "    pipes.outboxes[WARPGROUP].receive()\n    mbarrier.arrive("
+        "pipes.relay.index(CARRIERS * WARPGROUP + (CARRIER + 1) % CARRIERS), count=1)\n",
+        "    mbarrier.arrive(pipes.relay.index(CARRIERS * WARPGROUP + (CARRIER + 1) % CARRIERS), count=1)\n"
         "    pipes.outboxes[WARPGROUP].receive()\n",
-        "    give_over(WARPGROUP, CARRIER, pipes)\n    pipes.outboxes[WARPGROUP].receive()\n",
     ),
-    "both outboxes are given over at once": ("backward_carry", "CARRIERS * WARPGROUP + (CARRIER", "0 + (CARRIER"),
+    "the relay of one outbox is arrived at for both": (
+        "backward_carry",
+        "CARRIERS * WARPGROUP + (CARRIER",
+        "0 + (CARRIER",
+    ),
     "the parts of dQ are swapped": ("backward_carry", "+ warpgroup) * 2 + part\n", "+ warpgroup) * 2 + 1 - part\n"),
     "the parts of dK are swapped": ("backward_carry", "warpgroup, payload - start,", "warpgroup, start + 1 - payload,"),
     "an outbox is given back while it is carried": FAULTS["an outbox is given back while it is carried"],
@@ -449,7 +475,7 @@ TURN_FAULTS = {
     ),
     "all tiles take turns as those that walk down": (
         "key_schedule",
-        "gl.where(walks_up(work, grid, mode), last - turn, turn)",
+        "gl.where(from_diagonal(work, grid, mode), last - turn, turn)",
         "turn",
     ),
     "all heads' key blocks come in the order of their columns": (

@@ -1,6 +1,6 @@
 """FlashAttention backward for Hopper: one warp loads, two warpgroups multiply, two or three warps carry dQ away.
 
-A program takes blocks of 128 keys; each warpgroup holds 64 of them, with their dK and dV, and walks up the queries.
+A program takes blocks of 128 keys; each warpgroup holds 64 of them, with their dK and dV, and walks along the queries.
 (Up to head_dim 64 there is one warpgroup with all of them, and two programs share a multiprocessor. Above head_dim 128
 a block is 64 keys; one warpgroup has their dV, the other their dK.)
 Of a block of queries, transposed so that P and dS stay in the registers that the next products read them from:
@@ -45,7 +45,8 @@ from tileattn.backends.hopper.schedule import sequence_of
 
 @gluon.jit
 def load(pipes, q_desc, k_desc, v_desc, dout_desc, statistics_desc, counter_ptr, table_ptr, grid, mode):
-    """The loading warp: for every tile its keys and, last block first, its queries with their statistics, and dout."""
+    """The loading warp: for every tile its keys and, in the order of block_of, its queries with their statistics, and
+    dout."""
     sequence = grid.num_tiles * 0
     entry = grid.num_tiles * 0
     i = grid.num_tiles * 0

@@ -88,7 +88,8 @@ def carry_sums(WARPGROUP: gl.constexpr, outbox, dq_desc, work, grid, mode):
 
 @gluon.jit
 def make_relay():
-    """For each outbox and each warp of carry_in_turn, by which the warp before it gives that outbox over."""
+    """For each outbox and each warp of carry_in_turn: by which the warp before, with its payload, lets it wait for the
+    next. Outbox.receive counts one warp."""
     relay = gl.allocate_shared_memory(gl.int64, [2 * CARRIERS, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(2 * CARRIERS):
         mbarrier.init(relay.index(place), count=1)
@@ -96,16 +97,9 @@ def make_relay():
 
 
 @gluon.jit
-def take(WARPGROUP: gl.constexpr, CARRIER: gl.constexpr, payload, pipes):
-    """Wait for the outbox that the warp before gives over, and for that payload in it."""
+def receive_in_turn(WARPGROUP: gl.constexpr, CARRIER: gl.constexpr, payload, pipes):
     mbarrier.wait(pipes.relay.index(CARRIERS * WARPGROUP + CARRIER), payload // CARRIERS & 1)
     pipes.outboxes[WARPGROUP].receive()
-
-
-@gluon.jit
-def give_over(WARPGROUP: gl.constexpr, CARRIER: gl.constexpr, pipes):
-    """Release an outbox, to its warpgroup and to the next warp."""
-    pipes.outboxes[WARPGROUP].release()
     mbarrier.arrive(pipes.relay.index(CARRIERS * WARPGROUP + (CARRIER + 1) % CARRIERS), count=1)
 
 
@@ -136,19 +130,19 @@ def carry_in_turn(CARRIER: gl.constexpr, pipes, dq_desc, dk_desc, dv_desc, turns
                 turn_ptr = turns_ptr + ((first + block) * 2 + part)
                 wait_for_turn(turn_ptr, turn)
                 for warpgroup in gl.static_range(1, -1, -1):  # the second's comes half a step before the first's
-                    take(warpgroup, CARRIER, payload, pipes)
+                    receive_in_turn(warpgroup, CARRIER, payload, pipes)
                     place = ((first + block) * 2 + warpgroup) * 2 + part
                     at = place * dq_desc.block_type.shape[0]
                     tma_reduce_add(dq_desc, [at, 0], pipes.outboxes[warpgroup].block)
-                    give_over(warpgroup, CARRIER, pipes)
+                    pipes.outboxes[warpgroup].release()
                 pass_turn(turn_ptr, turn + 1, 0)
                 payload += CARRIERS
             start = end
         while payload < start + 2:
             for warpgroup in gl.static_range(1, -1, -1):
-                take(warpgroup, CARRIER, payload, pipes)
+                receive_in_turn(warpgroup, CARRIER, payload, pipes)
                 store_rows(warpgroup, payload - start, pipes.outboxes[warpgroup].block, dk_desc, dv_desc, work, mode)
-                give_over(warpgroup, CARRIER, pipes)
+                pipes.outboxes[warpgroup].release()
             payload += CARRIERS
         start += 2
         entry += 1

@@ -139,7 +139,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         TALL=tile.tall,
         WIDE=tile.wide,
         PARTS=tile.parts,
-        BARRIERS=first_barrier(1 + 2 * tile.warpgroups),  # partitions, of which a sixth, a warp, needs none
+        BARRIERS=first_barrier(1 + 2 * tile.warpgroups),  # partitions; carry_in_turn's last, a warp, needs none
         VARLEN=p.varlen,
         CAUSAL=causal,
         LEFT=left,
@@ -237,14 +237,14 @@ def _section_of(problem: Problem) -> int:
     if not p.deterministic:
         return section
     if wide and not left:
-        return max(1 << 14, 0 if bounded else 2 * p.seqlen_q)
+        return max(1 << 14, 0 if bounded else min(2 * p.seqlen_q, UNLIMITED))
     return max(section, min(_num_sms(p.device) // (8 if wide else 4) * p.seqlen_q, UNLIMITED))
 
 
 class Workspace(NamedTuple):
     """statistics: by (head, place of a block of queries) BLOCK_M of lse, then BLOCK_M of delta. dq: float32 sums, in
     the order of backward_steps.keep_dq, and behind them those of dV and dK of each part of a tile that programs share.
-    turns: of each half of a block, how many key blocks have added to it."""
+    turns: of each half of a block (WIDE: part), how many key blocks have added to it."""
 
     statistics: Tensor
     dq: Tensor

@@ -46,7 +46,7 @@ class BackwardMode(NamedTuple):
     VARLEN: packed sequences. CAUSAL, LEFT: the window bounds that side. MASKED: blocks of queries, a key block's first,
     which hide scores (LEFT: all may). TAIL: the last key block is not full, and nothing else hides what it lacks.
     SPLIT: tiles of the last round may be shared by programs, see key_schedule.next_steps; heads are not grouped then,
-    and dK and dV of a tile fill whole blocks of dQ's size. BOTH_WAYS: see key_schedule.walks_up.
+    and dK and dV of a tile fill whole blocks of dQ's size. BOTH_WAYS: see key_schedule.from_diagonal.
     """
 
     WARPGROUPS: Any

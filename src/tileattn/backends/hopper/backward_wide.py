@@ -28,11 +28,13 @@ def wide_probabilities(i, more, entry, work, pipes, grid, scales, mode):
     lse = pipes.statistics.index(i % pipes.q.STAGES).slice(0, mode.BLOCK_M).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(0, deps=(s,))
     p, factor = probabilities(s, lse, scales, mode)
+    first = work.end - work.blocks
+    place = more
     if mode.BOTH_WAYS:
-        more = block_of(work.blocks - 1 - more, work, grid, mode) - (work.end - work.blocks)
-    row = (work.end - work.blocks + more) * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
+        place = block_of(work.blocks - 1 - more, work, grid, mode) - first
+    row = (first + place) * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
     p = hide(p, row, work.row, work.seqlen_k, mode.LEFT, grid, mode)
-    if mode.MASKED > 0 and more < mode.MASKED:
+    if mode.MASKED > 0 and place < mode.MASKED:
         p = hide(p, row, work.row, work.seqlen_k, True, grid, mode)
     return p, factor
 
@@ -131,7 +133,7 @@ def wide_dk_walk(dk, i, entry, work, pipes, grid, scales, mode):
 @gluon.jit
 def differentiate_wide(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales, mode):
     """As differentiate, of warpgroups that share 64 keys: the first sums all columns of dV, the second those of dK."""
-    walk_up: gl.constexpr = wide_dk_walk if WARPGROUP == 1 else wide_dv_walk
+    walk_head: gl.constexpr = wide_dk_walk if WARPGROUP == 1 else wide_dv_walk
     desc = dk_desc if WARPGROUP == 1 else dv_desc
     DIM: gl.constexpr = 2 * desc.block_type.shape[-1]
     outbox = pipes.outboxes[WARPGROUP]
@@ -143,7 +145,7 @@ def differentiate_wide(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, s
         if WARPGROUP == 1:
             pipes.v.wait(entry)
         for _ in range(grid.group):
-            sums, i = walk_up(sums, i, entry, work, pipes, grid, scales, mode)
+            sums, i = walk_head(sums, i, entry, work, pipes, grid, scales, mode)
         pipes.k.release(entry)
         if WARPGROUP == 1:
             pipes.v.release(entry)

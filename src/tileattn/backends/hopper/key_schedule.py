@@ -63,7 +63,7 @@ def grid_of_keys(q_desc, k_desc, table_ptr, sequences, left, right, section, ste
 
 @gluon.jit
 def heads_together(seqlen_q, all_heads, grid, mode):
-    """Heads of a section."""
+    """Heads of a section; BOTH_WAYS: at most half of all, for those of the last differ."""
     if mode.BOTH_WAYS:
         all_heads = (all_heads + 1) // 2
     return gl.maximum(gl.minimum(grid.section // gl.maximum(seqlen_q, 1), all_heads), 1)
@@ -73,7 +73,7 @@ def heads_together(seqlen_q, all_heads, grid, mode):
 def locate_keys(tile, sequence, table_ptr, grid, mode):
     """The Work that a tile's number stands for: its keys begin at `row`, its blocks of queries are those below `end`.
 
-    The longest causal tiles come first. The table's tiles are blocks of keys.
+    The longest causal tiles come first (BOTH_WAYS: of the last section). The table's tiles are blocks of keys.
     """
     heads_k = grid.num_heads // grid.group
     if mode.VARLEN:
@@ -194,12 +194,13 @@ def place_of_sums(work, grid, mode):
 
 
 @gluon.jit
-def walks_up(work, grid, mode):
-    """BOTH_WAYS: whether a tile's queries are walked from the diagonal up, and the last key blocks of its head come
-    first.
+def from_diagonal(work, grid, mode):
+    """BOTH_WAYS: whether a tile's queries come from the diagonal on, not from the last block on, and the key blocks of
+    its head last first.
 
     Then tiles of a head need not wait for each other, as each begins a block before the one that it follows. But the
-    longest come last, so those of the last section walk down."""
+    longest come last, so those of the last section come the other way.
+    """
     heads_k = grid.num_heads // grid.group
     head = work.head
     all_heads = heads_k
@@ -215,7 +216,7 @@ def block_of(n, work, grid, mode):
     """The block of queries that comes n-th, counted from 0, to a tile."""
     block = work.end - 1 - n
     if mode.BOTH_WAYS:
-        block = gl.where(walks_up(work, grid, mode), work.end - work.blocks + n, block)
+        block = gl.where(from_diagonal(work, grid, mode), work.end - work.blocks + n, block)
     return block
 
 
@@ -228,7 +229,7 @@ def turn_of(block, work, grid, mode):
         last = (work.seqlen_k - 1) // mode.BLOCK_N
         seen = query_blocks(work.seqlen_q, mode) - least_blocks(mode)  # blocks behind it are met by all keys
         last = gl.where(block < seen, gl.minimum(column // mode.BLOCK_N, last), last)
-        turn = gl.where(walks_up(work, grid, mode), last - turn, turn)
+        turn = gl.where(from_diagonal(work, grid, mode), last - turn, turn)
     if mode.LEFT:  # keys far left are hidden from all but the first block, where those come that no row sees
         column = block * mode.BLOCK_M + work.seqlen_k - work.seqlen_q + grid.left
         turn -= gl.where(block == 0, 0, gl.maximum(column, 0) // mode.BLOCK_N)

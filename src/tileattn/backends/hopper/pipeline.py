@@ -4,7 +4,7 @@ Fill number i of a ring goes to block i % STAGES. Its bytes' landing is told by 
 with every fill; that all readers are done with it, by a named barrier. (A Gluon arrival at an mbarrier stops all the
 warps of its partition; an arrival at a named barrier stops none.)
 
-An Outbox goes the other way: one block that a warpgroup fills and one warp carries to global memory.
+An Outbox goes the other way: one block that a warpgroup fills and a warp carries to global memory.
 """
 # ruff: noqa: RET505 (a return under a constexpr condition needs its else)
 
@@ -155,7 +155,7 @@ class Queue:
 
 @aggregate
 class Outbox:
-    """Payload number i on its way from a warpgroup to global memory, carried by a warp of its own.
+    """Payload number i on its way from a warpgroup to global memory, carried by one warp, or several in turn.
 
     lent: memory of another owner for a payload's second part; else block is there for both, one after the other.
     """
@@ -192,7 +192,7 @@ class Outbox:
 
     @gluon.jit
     def receive(self):
-        """Carrier: wait for a payload."""
+        """Carrier: wait for a payload, no other warp beside it."""
         barrier_sync(self.FILLED, WARP + WARPGROUP_THREADS)
 
     @gluon.jit
