@@ -656,13 +656,16 @@ class Kernel:
             of_rows = PackedDescriptor
             table = self.rank(inputs.cu_seqlens_k, inputs.cu_seqlens_q, problem.num_heads_k, mode.BLOCK_N)
         describe = (*[of_rows] * 4, Descriptor, Descriptor, of_rows, of_rows)
+        slopes = inputs.alibi_slopes
+        if slopes is not None:
+            slopes = Pointer(slopes.float().expand(problem.batch, -1).contiguous().numpy())
         for program in range(programs):
             kernel = self._load("backward", _triton(Machine(seed + program), program, programs))
             kernel["attention_backward"](
                 *(of(*x) for of, *x in zip(describe, tensors, plan.blocks, dtypes, strict=True)),
                 *(None if x is None else Pointer(x) for x in (turns, counter, table)),
                 *map(Scalar, (problem.batch, *plan.sizes)),
-                plan.scales,
+                plan.scales._replace(slope=slopes),
                 mode,
             )
         if counter[0] != 0:

@@ -49,6 +49,11 @@ CASES = {
     "window_far_left": {"window": (20, 0), "seqlen_q": 64, "seqlen_k": 523},
     "causal_window": {"causal": True, "window": (130, -1), "seqlen_k": 400},
     "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi": True, "batch": 2},
+    "alibi_causal": {"alibi": True, "causal": True, "seqlen_q": 333, "num_heads": 6, "softcap": 3.0},
+    "alibi_head_dim_128": {"alibi": True, "window": (100, 30), "head_dim": 128, "head_dim_v": 128},
+    "alibi_head_dim_256": {"alibi": True, "head_dim": 256, "head_dim_v": 256, "num_heads_k": 1, "batch": 2},
+    "alibi_varlen": {"alibi": True, "lengths_q": (70, 0, 129), "lengths_k": (70, 65, 300), "causal": True},
     "sharp": {"magnitude": 30.0, "causal": True},
     "varlen": {"lengths_q": (70, 0, 129, 1, 300), "lengths_k": (70, 65, 64, 0, 300)},
     "varlen_causal": {"lengths_q": (64, 1, 130), "lengths_k": (100, 300, 65), "causal": True, "num_heads_k": 1},
@@ -106,6 +111,7 @@ TWO_WAYS = {
     "wide_gqa": {**WIDE, "causal": True, "seqlen_q": 130, "num_heads": 6, "num_heads_k": 3},
     "wide_one_block": {**WIDE, "causal": True, "seqlen_q": 64, "seqlen_k": 64, "num_heads": 5, "num_heads_k": 5},
     "wide_softcap": {**WIDE, "softcap": 3.0, "causal": True},
+    "wide_alibi": {**WIDE, "alibi": True, "causal": True, "num_heads": 3, "num_heads_k": 3},
     "wide_192_128": {"head_dim": 192, "head_dim_v": 128, "causal": True},
     "wide_varlen_causal": {
         **WIDE, "lengths_q": (64, 0, 1, 130), "lengths_k": (100, 65, 200, 190), "causal": True, "num_heads": 3,
@@ -329,8 +335,8 @@ ALONE_FAULTS = {
 WIDE_FAULTS = {
     "S is read while in flight": (
         "backward_wide",
-        "    s = warpgroup_mma_wait(0, deps=(s,))\n    p, factor",
-        "    s = warpgroup_mma_wait(1, deps=(s,))\n    p, factor",
+        "    s = warpgroup_mma_wait(0, deps=(s,))\n    first",
+        "    s = warpgroup_mma_wait(1, deps=(s,))\n    first",
     ),
     "queries are released before dK has read them": (
         "backward_wide",

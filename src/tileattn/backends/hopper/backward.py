@@ -21,7 +21,17 @@ from triton.experimental.gluon import language as gl
 
 from tileattn.backends.hopper.backward_alone import differentiate_alone
 from tileattn.backends.hopper.backward_carry import CARRIERS, carry, carry_in_turn, make_relay
-from tileattn.backends.hopper.backward_steps import Pipes, Span, as_block, halves, keep_dq, keep_rows, send_halves, walk
+from tileattn.backends.hopper.backward_steps import (
+    Pipes,
+    Span,
+    as_block,
+    halves,
+    keep_dq,
+    keep_rows,
+    of_head,
+    send_halves,
+    walk,
+)
 from tileattn.backends.hopper.backward_wide import differentiate_wide
 from tileattn.backends.hopper.forward import ROWS, product_layout
 from tileattn.backends.hopper.gluon_names import (
@@ -107,8 +117,11 @@ def differentiate(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, scales
         span = Span(i, i + grid.group * work.blocks - 1)
         if not mode.TALL:
             pipes.v.wait(entry)
-        for _ in range(grid.group):
-            dk, dv, i = walk(dk, dv, i, entry, span, work, WARPGROUP, pipes, grid, scales, mode)
+        for member in range(grid.group):
+            of_member = scales
+            if mode.ALIBI:
+                of_member = of_head(scales, work, member, grid)
+            dk, dv, i = walk(dk, dv, i, entry, span, work, WARPGROUP, pipes, grid, of_member, mode)
         if not mode.TALL:
             pipes.k.release(entry)
             pipes.v.release(entry)

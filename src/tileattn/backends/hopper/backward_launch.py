@@ -31,6 +31,7 @@ from tileattn.backends.hopper.launch import (
     compile_only,
     on,
     sides_of,
+    slopes_of,
     table_of,
 )
 from tileattn.backends.hopper.ptx import first_barrier
@@ -76,7 +77,8 @@ class BackwardTile(NamedTuple):
         return 2 * self.block_n // self.block_m
 
 
-# The first that holds a problem's head dims serves it; those that are tall or alone have no registers for softcap.
+# The first that holds a problem's head dims serves it; those that are tall or alone have no registers for softcap and
+# ALiBi.
 BACKWARD_TILES = (
     BackwardTile(64, 64, block_m=64, key_stages=1, alone=True),
     BackwardTile(64, 64, block_m=64, key_stages=2),
@@ -122,7 +124,7 @@ class BackwardPlan(NamedTuple):
 def backward_tile_for(problem: Problem) -> BackwardTile:
     p = problem
     fits = (t for t in BACKWARD_TILES if p.head_dim <= t.block_dim and p.head_dim_v <= t.block_dim_v)
-    return next(t for t in fits if not (p.softcap and (t.tall or t.alone)))
+    return next(t for t in fits if not ((p.softcap or p.has_alibi) and (t.tall or t.alone)))
 
 
 def backward_mode_of(problem: Problem) -> BackwardMode:
@@ -147,6 +149,7 @@ def backward_mode_of(problem: Problem) -> BackwardMode:
         # Where no row sees beyond its diagonal, which hides keys past the end as well, one kernel serves all lengths.
         TAIL=(p.varlen or p.seqlen_k % tile.block_n != 0) and not (causal and p.window_right == 0),
         SOFTCAP=p.softcap != 0.0,
+        ALIBI=p.has_alibi,
         DETERMINISTIC=p.deterministic,
         # Bounded ones, longest first, end together as they are.
         SPLIT=not (causal or left or p.varlen or p.deterministic)
@@ -180,7 +183,7 @@ def backward_plan_for(problem: Problem) -> BackwardPlan:
         (*(of(block, element) for block in rows), flat, of(dq, gl.float32), *(of(block, element) for block in halves)),
         (-min(p.window_left, UNLIMITED), min(p.window_right, UNLIMITED) + 1, _section_of(p), steps),
         shared,
-        Scales(p.scale, scale_log2, p.softcap * LOG2_E.value),
+        Scales(p.scale, scale_log2, p.softcap * LOG2_E.value, None),
         (-1.0 / p.scale, -1.0) if tile.tall else (LOG2_E.value, 1.0),
         query_blocks,
         _most_programs(p),
@@ -281,6 +284,7 @@ def backward_arguments(
     """What attention_backward takes. An input that does not start at a multiple of 16 bytes is copied."""
     q, k, v = inputs[:3]
     statistics, dq, turns = workspace
+    sequences = q.shape[0] if table is None else table.shape[1] - 1
     describe = _descriptor if table is None else _packed_descriptor
     *inputs_blocks, statistics_block, dq_block, dk_block, dv_block = zip(plan.blocks, plan.layouts, strict=True)
     return (
@@ -292,9 +296,9 @@ def backward_arguments(
         turns,
         counter,
         table,
-        q.shape[0] if table is None else table.shape[1] - 1,
+        sequences,
         *plan.sizes,
-        plan.scales,
+        plan.scales._replace(slope=slopes_of(inputs, sequences)),
         plan.mode,
     )
 

@@ -64,17 +64,20 @@ class BackwardMode(NamedTuple):
     MASKED: Any
     TAIL: Any
     SOFTCAP: Any
+    ALIBI: Any
     DETERMINISTIC: Any
     SPLIT: Any
     BOTH_WAYS: Any
 
 
 class Scales(NamedTuple):
-    """scale, and scale and softcap in log2."""
+    """scale, and scale and softcap in log2. slope: where ALiBi's slopes lie, (sequences, num_heads) in float32, or
+    None; see of_head."""
 
     scale: Any
     scale_log2: Any
     softcap_log2: Any
+    slope: Any
 
 
 class Pipes(NamedTuple):
@@ -179,18 +182,31 @@ def hide(p, row, column, seqlen_k, MASKED: gl.constexpr, grid, mode):
 
 
 @gluon.jit
-def probabilities(s, lse, scales, mode):
-    """P^T, and the factor that softcap's derivative gives dS."""
+def of_head(scales, work, member, grid):
+    """ALIBI: scales, whose slope is that of a tile's head of queries, in log2."""
+    place = work.batch * grid.num_heads + work.head * grid.group + member
+    return Scales(scales.scale, scales.scale_log2, scales.softcap_log2, gl.load(scales.slope + place) * LOG2_E)
+
+
+@gluon.jit
+def probabilities(s, lse, row, column, scales, mode):
+    """P^T of scores of 64 keys from `column` on and queries from the one with diagonal `row` on, and the factor that
+    softcap's derivative gives dS."""
     factor = 1.0
     if mode.SOFTCAP:
         # tanh x = 1 - 2 / (2^(2 x log2(e)) + 1)
         power = gl.exp2(s * (2.0 * LOG2_E * scales.scale_log2 / scales.softcap_log2))
         tanh = 1.0 - 2.0 * reciprocal(power + 1.0)
-        p = gl.exp2(tanh * scales.softcap_log2 - lse[None, :])
+        s = tanh * scales.softcap_log2
         factor = 1.0 - tanh * tanh
     else:
-        p = gl.exp2(s * scales.scale_log2 - lse[None, :])
-    return p, factor
+        s = s * scales.scale_log2
+    if mode.ALIBI:
+        layout: gl.constexpr = s.type.layout
+        columns = opaque(column - row) + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        s = s - scales.slope * gl.abs((columns[:, None] - rows[None, :]).to(gl.float32))
+    return gl.exp2(s - lse[None, :]), factor
 
 
 @gluon.jit
@@ -219,7 +235,7 @@ def step(dk, dv, i, entry, span, row, work, MASKED: gl.constexpr, WARPGROUP: gl.
     pipes.dout.wait(i)
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
-    p, factor = probabilities(s, lse, scales, mode)
+    p, factor = probabilities(s, lse, row, work.row + WARPGROUP * ROWS, scales, mode)
     p = hide(p, row, work.row + WARPGROUP * ROWS, work.seqlen_k, MASKED, grid, mode)
     p = boundary(p)  # else the assembler waits for dP before it has computed more than a few exponentials
     p_operand = gl.convert_layout(narrow(p, dtype), operand_layout(DIM_V))

@@ -9,7 +9,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileattn.backends.hopper.backward_steps import halves, hide, keep_rows, probabilities, send_dq, send_halves
+from tileattn.backends.hopper.backward_steps import (
+    halves,
+    hide,
+    keep_rows,
+    of_head,
+    probabilities,
+    send_dq,
+    send_halves,
+)
 from tileattn.backends.hopper.forward import ROWS, operand_layout, product_layout
 from tileattn.backends.hopper.gluon_names import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from tileattn.backends.hopper.key_schedule import block_of, is_part
@@ -27,12 +35,12 @@ def wide_probabilities(i, more, entry, work, pipes, grid, scales, mode):
     s = warpgroup_mma(pipes.k.block(entry, opaque(0), 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = pipes.statistics.index(i % pipes.q.STAGES).slice(0, mode.BLOCK_M).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(0, deps=(s,))
-    p, factor = probabilities(s, lse, scales, mode)
     first = work.end - work.blocks
     place = more
     if mode.BOTH_WAYS:
         place = block_of(work.blocks - 1 - more, work, grid, mode) - first
     row = (first + place) * mode.BLOCK_M + work.seqlen_k - work.seqlen_q
+    p, factor = probabilities(s, lse, row, work.row, scales, mode)
     p = hide(p, row, work.row, work.seqlen_k, mode.LEFT, grid, mode)
     if mode.MASKED > 0 and place < mode.MASKED:
         p = hide(p, row, work.row, work.seqlen_k, True, grid, mode)
@@ -144,8 +152,11 @@ def differentiate_wide(WARPGROUP: gl.constexpr, pipes, dk_desc, dv_desc, grid, s
         sums = gl.zeros([ROWS, DIM], gl.float32, product_layout(DIM))
         if WARPGROUP == 1:
             pipes.v.wait(entry)
-        for _ in range(grid.group):
-            sums, i = walk_head(sums, i, entry, work, pipes, grid, scales, mode)
+        for member in range(grid.group):
+            of_member = scales
+            if mode.ALIBI:
+                of_member = of_head(scales, work, member, grid)
+            sums, i = walk_head(sums, i, entry, work, pipes, grid, of_member, mode)
         pipes.k.release(entry)
         if WARPGROUP == 1:
             pipes.v.release(entry)

@@ -192,12 +192,8 @@ def arguments(
     plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor, table: Tensor | None
 ) -> tuple[Any, ...]:
     """What attention_forward takes. A q, k or v that does not start at a multiple of 16 bytes is copied."""
-    slopes, sink = inputs.alibi_slopes, inputs.sink
     sequences = out.shape[0] if table is None else table.shape[1] - 1
-    if slopes is not None:
-        slopes = _aligned(slopes.float().expand(sequences, -1))
-    if sink is not None:
-        sink = _aligned(sink.float())
+    sink = None if inputs.sink is None else _aligned(inputs.sink.float())
     describe = _descriptor if table is None else _packed_descriptor
     tensors = inputs.q, inputs.k, inputs.v, out
     return (
@@ -207,9 +203,15 @@ def arguments(
         table,
         sequences,
         *plan.sizes,
-        Modifiers(*plan.scales, slopes, sink),
+        Modifiers(*plan.scales, slopes_of(inputs, sequences), sink),
         plan.mode,
     )
+
+
+def slopes_of(inputs: Inputs, sequences: int) -> Tensor | None:
+    """ALiBi's, (sequences, num_heads)."""
+    slopes = inputs.alibi_slopes
+    return None if slopes is None else _aligned(slopes.float().expand(sequences, -1))
 
 
 def _aligned(x: Tensor) -> Tensor:
