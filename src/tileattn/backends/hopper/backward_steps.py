@@ -198,7 +198,6 @@ def probabilities(s, lse, row, column, scales, mode):
         power = gl.exp2(s * (2.0 * LOG2_E * scales.scale_log2 / scales.softcap_log2))
         tanh = 1.0 - 2.0 * reciprocal(power + 1.0)
         s = tanh * scales.softcap_log2
-        factor = 1.0 - tanh * tanh
     else:
         s = s * scales.scale_log2
     if mode.ALIBI:
@@ -206,7 +205,10 @@ def probabilities(s, lse, row, column, scales, mode):
         columns = opaque(column - row) + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
         s = s - scales.slope * gl.abs((columns[:, None] - rows[None, :]).to(gl.float32))
-    return gl.exp2(s - lse[None, :]), factor
+    p = gl.exp2(s - lse[None, :])
+    if mode.SOFTCAP:
+        factor = 1.0 - tanh * tanh
+    return p, factor
 
 
 @gluon.jit
