@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from oracle import Case, build, check, check_call
+from oracle import Case, assert_rule, build, check, check_call, run_reference
 
 from tileattn.backends import hopper
 from tileattn.backends.hopper import backward_launch
@@ -72,6 +72,29 @@ def served(case: Case):
 def test_oracle_rule(name, dims, dtype):
     case = Case(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype).but(**CASES[name])
     check_call(hopper, served(case))
+
+
+ALIBI = {
+    "full": {"seqlen_q": 512, "seqlen_k": 600},
+    "causal": {"seqlen_q": 333, "seqlen_k": 400, "causal": True, "num_heads": 6, "num_heads_k": 2},
+    "window": {"seqlen_q": 333, "seqlen_k": 300, "window": (100, 30), "num_heads": 5, "num_heads_k": 1},
+    "softcap": {"seqlen_q": 333, "seqlen_k": 400, "softcap": 3.0, "sink": True, "causal": True},
+    "varlen": {"lengths_q": LENGTHS, "lengths_k": LENGTHS, "causal": True},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize(("dims", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_without_a_gradient_of_slopes(name, dims, dtype, deterministic):
+    """Of the kernels themselves, which `supports` does not offer yet."""
+    call = build(Case(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, alibi=True).but(**ALIBI[name]), "cuda")
+    problem = dataclasses.replace(call.problem, deterministic=deterministic)
+    forward = hopper.forward(problem, call.inputs)
+    found = hopper.backward(problem, call.inputs, forward, call.dout, call.dlse, Wanted())
+    exact, low = run_reference(call, torch.float64), run_reference(call, None)
+    for name in ("dq", "dk", "dv"):
+        assert_rule(name, getattr(found, name), exact[name], low[name])
 
 
 @pytest.fixture
