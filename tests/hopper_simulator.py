@@ -27,7 +27,7 @@ from tileattn.backends.hopper.backward_launch import (
     places_for,
 )
 from tileattn.backends.hopper.kvcache import as_packed, by_sequence, packed_inputs, ranking
-from tileattn.backends.hopper.launch import mode_of, plan_for
+from tileattn.backends.hopper.launch import mode_of, plan_for, slopes_of
 from tileattn.backends.hopper.ptx import NAMED_BARRIERS
 from tileattn.backends.hopper.ranking import RANKED, TABLE_FIELDS
 from tileattn.backends.hopper.schedule import FAR
@@ -569,9 +569,7 @@ class Kernel:
         describe = PackedDescriptor if problem.varlen else Descriptor
         if problem.varlen and table is None:
             table = self.rank(inputs.cu_seqlens_q, inputs.cu_seqlens_k, heads // tile.PACK, tile.BLOCK_M)
-        slopes, sink = (None if x is None else x.float() for x in (inputs.alibi_slopes, inputs.sink))
-        if slopes is not None:
-            slopes = slopes.expand(problem.batch, -1).contiguous()
+        slopes, sink = slopes_of(inputs, problem.batch), None if inputs.sink is None else inputs.sink.float()
         for program in range(programs):
             modules = _triton(Machine(seed + program), program, programs)
             kernel = self._load("forward", modules)
@@ -656,16 +654,14 @@ class Kernel:
             of_rows = PackedDescriptor
             table = self.rank(inputs.cu_seqlens_k, inputs.cu_seqlens_q, problem.num_heads_k, mode.BLOCK_N)
         describe = (*[of_rows] * 4, Descriptor, Descriptor, of_rows, of_rows)
-        slopes = inputs.alibi_slopes
-        if slopes is not None:
-            slopes = Pointer(slopes.float().expand(problem.batch, -1).contiguous().numpy())
+        slopes = slopes_of(inputs, problem.batch)
         for program in range(programs):
             kernel = self._load("backward", _triton(Machine(seed + program), program, programs))
             kernel["attention_backward"](
                 *(of(*x) for of, *x in zip(describe, tensors, plan.blocks, dtypes, strict=True)),
                 *(None if x is None else Pointer(x) for x in (turns, counter, table)),
                 *map(Scalar, (problem.batch, *plan.sizes)),
-                plan.scales._replace(slope=slopes),
+                plan.scales._replace(slope=None if slopes is None else Pointer(slopes.numpy())),
                 mode,
             )
         if counter[0] != 0:
